@@ -1,0 +1,78 @@
+"""What every actor is: one process, one thread, one loop; state that nobody else touches.
+
+An actor's logic is sans-IO.  Clock, mailbox, table and transports are handed in, so the same object
+runs in a real process here, in a unit test on a fake mailbox, or in a simulator.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from pdrt.clock import MILLISECOND_NS, SECOND_NS, Clock
+from pdrt.mailbox import Address, Mailbox
+from pdrt.protocol.codec import Malformed
+from pdrt.protocol.counters import Counter
+from pdrt.protocol.messages import AnyMessage
+from pdrt.shm_status import StatusTable
+
+BEAT_NS = 50 * MILLISECOND_NS
+LOG_LINES_A_SECOND = 10
+
+log = logging.getLogger("pdrt.actor")
+
+
+class Actor(Protocol):
+    def handle(self, sender: Address, message: AnyMessage, now_ns: int) -> None:
+        """Take in one message.  Must not block."""
+
+    def tick(self, now_ns: int) -> int:
+        """Do what time asks for; return how many milliseconds the loop may sleep."""
+
+
+class Throttle:
+    """Lets through a bounded number of log lines a second (law 10)."""
+
+    def __init__(self, lines_a_second: int = LOG_LINES_A_SECOND) -> None:
+        self._limit = lines_a_second
+        self._second = -1
+        self._lines = 0
+
+    def __call__(self, now_ns: int) -> bool:
+        second = now_ns // SECOND_NS
+        if second != self._second:
+            self._second, self._lines = second, 0
+        self._lines += 1
+        return self._lines <= self._limit
+
+
+def run(
+    actor: Actor,
+    mailbox: Mailbox,
+    table: StatusTable,
+    clock: Clock,
+    *,
+    stopping: Callable[[], bool],
+) -> None:
+    """The loop: take in what arrived, do what is due, send, beat.  Ends when `stopping()`."""
+    sleep_ms = 0
+    beaten_ns = 0
+    may_log = Throttle()
+    while not stopping():
+        envelopes = mailbox.receive(sleep_ms)
+        now_ns = clock()
+        for sender, message in envelopes:
+            try:
+                actor.handle(sender, message, now_ns)
+            except Exception:
+                # Law 8: whatever a frame provokes, it must not end the actor nor burn its restart
+                # budget.  The codec has checked types and bounds; what is left is counted here.
+                table.count(Counter.MALFORMED, 1, Malformed.VALUE)
+                if may_log(now_ns):
+                    log.exception("message dropped: %.200r", message)
+        sleep_ms = actor.tick(now_ns)
+        mailbox.flush()
+        if now_ns - beaten_ns >= BEAT_NS:
+            table.beat(now_ns)
+            beaten_ns = now_ns

@@ -1,0 +1,189 @@
+"""From a description to a running actor: what each child process does before and around its loop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdrt import attach
+from pdrt.actors import base
+from pdrt.actors.decode_listener import DecodeListener
+from pdrt.actors.decodes import worker_link
+from pdrt.actors.prefill_listener import PrefillListener
+from pdrt.actors.transfer import LISTENER, TransferWorker
+from pdrt.attach import AttachRequest
+from pdrt.child import Descriptor
+from pdrt.clock import monotonic_ns
+from pdrt.config import UCX_DEFAULTS, Settings, default_environment
+from pdrt.mailbox import Mailbox
+from pdrt.protocol.layout import Layout, RegionMap
+from pdrt.protocol.states import Role
+from pdrt.shm_status import Owner, StatusTable
+from pdrt.transports.base import Region, Transport
+
+SUPERVISOR_ROW, LISTENER_ROW, FIRST_WORKER_ROW, FIRST_ENGINE_ROW = 1, 2, 8, 48
+WORKERS_MAX, ENGINES_MAX = 40, 8
+FETCH_TIMEOUT_S = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boot:
+    """What every actor of one tree is told.  Descriptors survive the trip into the child."""
+
+    settings: Settings
+    role: Role
+    instance: str
+    boot_id: str
+    layout: Layout
+    maps: tuple[RegionMap, ...]
+    table: Descriptor
+    regions: tuple[Descriptor, ...]
+    wakes: tuple[Descriptor, ...]  # eventfds, by engine row
+    control: str  # host:port that peers dial
+    control_door: Descriptor  # listening sockets, owned by the supervisor
+    local_door: Descriptor
+    worker_doors: tuple[Descriptor, ...]
+    attach_address: str
+
+    @property
+    def listener_endpoint(self) -> str:
+        return f"ipc://@pdrt-{self.instance}-listener"
+
+    def worker_endpoint(self, rank: int) -> str:
+        return f"ipc://@pdrt-{self.instance}-worker{rank}"
+
+
+class _Wake:
+    """Nudges an engine through its eventfd."""
+
+    def __init__(self, wakes: Sequence[Descriptor]) -> None:
+        self._fds = [wake.fd for wake in wakes]
+
+    def __call__(self, row: int) -> None:
+        index = row - FIRST_ENGINE_ROW
+        if 0 <= index < len(self._fds):
+            os.eventfd_write(self._fds[index], 1)
+
+
+def waker(wakes: Sequence[Descriptor]) -> Callable[[int], None]:
+    return _Wake(wakes)
+
+
+def _enter(boot: Boot, row: int) -> tuple[StatusTable, Mailbox]:
+    logging.basicConfig(
+        level=boot.settings.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s %(name)s role={boot.settings.role} pid=%(process)d %(message)s",
+    )
+    table = StatusTable(boot.table.fd)
+    table.me = Owner(row, table.incarnation(row))
+    return table, Mailbox(f"{boot.instance}-{row}.{table.me.incarnation}".encode(), table.count)
+
+
+def _run(actor: base.Actor, mailbox: Mailbox, table: StatusTable) -> None:
+    stopped = False
+
+    def stop(_signum: int, _frame: object) -> None:
+        nonlocal stopped
+        stopped = True
+
+    signal.signal(signal.SIGTERM, stop)
+    table.announce_ready()
+    base.run(actor, mailbox, table, monotonic_ns, stopping=lambda: stopped)
+    mailbox.close()
+
+
+def run_listener(boot: Boot) -> None:
+    """The listener's process."""
+    table, mailbox = _enter(boot, LISTENER_ROW)
+    mailbox.open_door("local", boot.listener_endpoint, boot.local_door.fd, from_peer=False)
+    host, _, port = boot.control.rpartition(":")
+    endpoint = f"tcp://{host}:{port}"
+    mailbox.open_door("control", endpoint, boot.control_door.fd, from_peer=True)
+    for rank in range(boot.layout.ranks):
+        mailbox.link(worker_link(rank), boot.worker_endpoint(rank))
+    wake = waker(boot.wakes)
+    actor: base.Actor
+    if boot.role is Role.PREFILL:
+        actor = PrefillListener(
+            instance=boot.instance,
+            boot_id=boot.boot_id,
+            layout=boot.layout,
+            table=table,
+            mailbox=mailbox,
+            timeouts=boot.settings.timeouts,
+            wake=wake,
+        )
+    else:
+        actor = DecodeListener(
+            instance=boot.instance,
+            boot_id=boot.boot_id,
+            control=boot.control,
+            layout=boot.layout,
+            maps=boot.maps,
+            table=table,
+            mailbox=mailbox,
+            timeouts=boot.settings.timeouts,
+            wake=wake,
+        )
+    _run(actor, mailbox, table)
+
+
+def run_worker(boot: Boot, rank: int) -> None:
+    """A transfer worker's process."""
+    default_environment(UCX_DEFAULTS)  # before NIXL is imported
+    table, mailbox = _enter(boot, FIRST_WORKER_ROW + rank)
+    mailbox.open_door("worker", boot.worker_endpoint(rank), boot.worker_doors[rank].fd, from_peer=False)
+    mailbox.link(LISTENER, boot.listener_endpoint)
+    region_map = boot.maps[rank]
+    region = Region(boot.regions[rank].fd, region_map.length_bytes)
+    agent = f"{boot.instance}.{rank}#{table.me.incarnation}"
+    transports: dict[str, tuple[Transport, bytes]] = {}
+    for transport in _transports(boot, rank):
+        metadata = transport.open(agent, region, region_map.scratch_offset)
+        transports[transport.name] = transport, metadata
+    worker = TransferWorker(
+        region=region_map,
+        transports=transports,
+        preferred=boot.settings.transport,
+        table=table,
+        mailbox=mailbox,
+        timeouts=boot.settings.timeouts,
+        wake=waker(boot.wakes),
+    )
+    try:
+        _run(worker, mailbox, table)
+    finally:
+        worker.close()
+
+
+def _transports(boot: Boot, rank: int) -> list[Transport]:
+    # Imported here: only a worker may load NIXL, and only one that uses it does.
+    from pdrt.transports.shm import ShmTransport
+
+    def fetch_region(address: str, key: str) -> tuple[int, int]:
+        ask = AttachRequest(kind="region", rank=int(key), instance=boot.instance)
+        _, fds, connection = attach.request(address, ask, timeout_s=FETCH_TIMEOUT_S)
+        return fds[0], connection.detach()
+
+    found: list[Transport] = []
+    if boot.settings.transport == "nixl":
+        from pdrt.transports.nixl import NixlTransport
+
+        found.append(NixlTransport())
+    found.append(
+        ShmTransport(address=boot.attach_address, key=str(rank), fetch_region=fetch_region)
+    )
+    return found
+
+
+def local_door(endpoint: str) -> socket.socket:
+    """A listening Unix socket for an ipc:// endpoint in the abstract namespace."""
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    door.bind("\0" + endpoint.removeprefix("ipc://@"))
+    door.listen(512)
+    door.setblocking(False)
+    return door

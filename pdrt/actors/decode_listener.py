@@ -1,0 +1,402 @@
+"""DecodeListener: decode's half of the bootstrap.  It dials the prefills that receivers name, tells
+them where bytes may land, and gives the verdict when they have.
+
+It owns no room.  A restarted one learns the rooms from its engine (receivers repeat themselves to a
+new listener) and reads their state from the table.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdrt.actors.prefills import Prefill, Prefills
+from pdrt.clock import MILLISECOND_NS, to_ns
+from pdrt.config import Timeouts
+from pdrt.mailbox import Address, Postman
+from pdrt.protocol.counters import Counter
+from pdrt.protocol.layout import Layout, RegionMap
+from pdrt.protocol.messages import (
+    Abort,
+    AbortTaken,
+    AnyMessage,
+    Destination,
+    DestinationTaken,
+    Ended,
+    Expect,
+    Heartbeat,
+    HelloReply,
+    Introduced,
+    Landed,
+    NewsTaken,
+    Opened,
+    Resync,
+    WorkerUp,
+)
+from pdrt.protocol.peers import instance_digest, transport_code
+from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason
+from pdrt.shm_status import STATE_MASK, Handle, StatusTable
+
+SCAN_NS = 20 * MILLISECOND_NS
+EXPECT_AFTER_NS = 40 * MILLISECOND_NS  # a room that waits longer than this is mentioned to prefill
+PAUSE_MAX_NS = 1000 * MILLISECOND_NS
+
+log = logging.getLogger("pdrt.listener")
+
+
+@dataclass(slots=True)
+class Room:
+    handle: Handle
+    rank: int
+    peer: str  # prefill's host:port
+    opened_ns: int
+    destination: Destination | None = None
+    taken: bool = False  # prefill acknowledged the destination
+    due_ns: int = 0  # of the next destination or expect
+    pause_ns: int = 0
+    failed: bool = False
+    abort: Abort | None = None  # not yet acknowledged
+    until_ns: int = 0
+
+
+class DecodeListener:
+    def __init__(
+        self,
+        *,
+        instance: str,
+        boot_id: str,
+        control: str,
+        layout: Layout,
+        maps: tuple[RegionMap, ...],
+        table: StatusTable,
+        mailbox: Postman,
+        timeouts: Timeouts,
+        wake: Callable[[int], None],
+    ) -> None:
+        """`control` is the host:port that prefill's workers send `Landed` to."""
+        self._instance = instance
+        self._table = table
+        self._mailbox = mailbox
+        self._timeouts = timeouts
+        self._wake = wake
+        self._prefills = Prefills(
+            instance=instance,
+            boot_id=boot_id,
+            control=control,
+            layout=layout,
+            maps=maps,
+            table=table,
+            mailbox=mailbox,
+            timeouts=timeouts,
+        )
+        self._rooms: dict[int, Room] = {}  # by slot
+        self._failing: dict[Handle, Room] = {}  # prefill has yet to know, or memory to become quiet
+        self._scanned_ns = self._beaten_ns = 0
+
+    # --- messages ----------------------------------------------------------------------------------
+
+    def handle(self, sender: Address, message: AnyMessage, now_ns: int) -> None:
+        match message:
+            case Opened():
+                self._on_opened(message, now_ns)
+            case Destination():
+                self._on_destination(message, now_ns)
+            case Landed():
+                self._on_landed(sender, message, now_ns)
+            case DestinationTaken():
+                room = self._find(message.slot, message.generation)
+                if room is not None:
+                    room.taken = True
+                    room.due_ns = now_ns + PAUSE_MAX_NS
+                    self._table.set_taken(message.slot, message.generation, 1)
+            case Abort():
+                self._on_abort(sender, message, now_ns)
+            case AbortTaken():
+                self._on_abort_taken(message)
+            case Ended():
+                room = self._find(message.slot, message.generation)
+                if room is not None:
+                    self._on_ended(room, message, now_ns)
+            case WorkerUp():
+                self._prefills.worker_up(message, now_ns)
+            case HelloReply() | Introduced() | Resync() | Heartbeat():
+                self._on_prefill(sender, message, now_ns)
+            case _:
+                self._table.count(Counter.LATE)
+
+    def _find(self, slot: int, generation: int) -> Room | None:
+        room = self._rooms.get(slot)
+        return room if room is not None and room.handle.generation == generation else None
+
+    # --- prefills ----------------------------------------------------------------------------------
+
+    def _on_prefill(
+        self, sender: Address, message: HelloReply | Introduced | Resync | Heartbeat, now_ns: int
+    ) -> None:
+        prefill = self._prefills.by_link(sender)
+        if prefill is None:
+            self._table.count(Counter.LATE)
+            return
+        match message:
+            case HelloReply():
+                before = prefill.instance
+                self._prefills.on_hello_reply(prefill, message, now_ns)
+                if before and prefill.instance != before:
+                    self._fault_all(prefill, Reason.PEER_RESTARTED, now_ns)
+                if prefill.refusal is not Reason.NONE:
+                    self._fault_all(prefill, prefill.refusal, now_ns)
+            case Introduced():
+                if self._prefills.on_introduced(prefill, message, now_ns):
+                    self._on_ready(prefill, now_ns)
+                elif prefill.refusal is not Reason.NONE:
+                    self._fault_all(prefill, prefill.refusal, now_ns)
+            case Resync():
+                self._prefills.on_resync(prefill, message, now_ns)
+            case Heartbeat():
+                prefill.heard_ns = now_ns
+                self._renew(message, now_ns)
+
+    def _renew(self, beat: Heartbeat, now_ns: int) -> None:
+        """Prefill still serves these rooms of ours: their wait is for its queue, not for a ghost."""
+        pairs = np.frombuffer(beat.rooms[: len(beat.rooms) // 16 * 16], dtype="<u8").reshape(-1, 2)
+        for slot, generation in pairs.tolist():
+            room = self._find(slot, generation)
+            if room is not None:
+                room.due_ns = now_ns + PAUSE_MAX_NS
+                self._table.renew_state(slot, generation, now_ns)
+
+    def _on_ready(self, prefill: Prefill, now_ns: int) -> None:
+        for room in list(self._rooms.values()):
+            if room.peer == prefill.peer:
+                room.taken = False
+                self._peer_known(room, prefill, now_ns)
+                self._send_destination(room, now_ns)
+
+    def _fault_all(self, prefill: Prefill, reason: Reason, now_ns: int) -> None:
+        for room in [r for r in self._rooms.values() if r.peer == prefill.peer]:
+            if reason is prefill.refusal:
+                self._table.set_detail(room.handle.slot, prefill.detail)
+            self._fault(room, reason, now_ns)
+
+    # --- rooms -------------------------------------------------------------------------------------
+
+    def _on_opened(self, opened: Opened, now_ns: int) -> None:
+        handle = Handle(opened.room, opened.slot, opened.generation)
+        if self._find(opened.slot, opened.generation) is not None:
+            return
+        word = self._table.read(opened.slot, opened.generation)
+        if word is None or word.state not in OPEN:
+            return
+        if (older := self._rooms.get(opened.slot)) is not None:
+            self._look(older, now_ns)
+        room = self._rooms[opened.slot] = Room(handle, opened.rank, opened.peer, now_ns)
+        room.due_ns = now_ns + EXPECT_AFTER_NS
+        prefill = self._prefills.dial(opened.peer, now_ns)
+        if prefill.refusal is not Reason.NONE:
+            self._table.set_detail(room.handle.slot, prefill.detail)
+            self._fault(room, prefill.refusal, now_ns)
+        elif prefill.ready:
+            self._peer_known(room, prefill, now_ns)
+
+    def _peer_known(self, room: Room, prefill: Prefill, now_ns: int) -> None:
+        handle = room.handle
+        word = self._table.read(handle.slot, handle.generation)
+        if word is None or word.state is not KVPoll.Bootstrapping:
+            return
+        code = transport_code(prefill.transport)
+        self._table.set_path(handle.slot, code, instance_digest(prefill.instance))
+        if self._table.move(handle.slot, handle.generation, Event.PEER_KNOWN, now_ns=now_ns):
+            self._wake(self._table.opener_row(handle.slot))
+
+    def _on_destination(self, destination: Destination, now_ns: int) -> None:
+        room = self._find(destination.slot, destination.generation)
+        if room is None:
+            self._table.count(Counter.LATE)  # the engine says Opened first, and again if we are new
+            return
+        if room.destination is None:
+            room.destination = destination
+            self._send_destination(room, now_ns)
+
+    def _send_destination(self, room: Room, now_ns: int) -> None:
+        prefill = self._prefills.get(room.peer)
+        if room.destination is None or room.failed or prefill is None or not prefill.ready:
+            return
+        room.pause_ns = to_ns(self._timeouts.resend_s)
+        room.due_ns = now_ns + room.pause_ns
+        self._mailbox.post(prefill.link, room.destination)
+
+    def _on_landed(self, sender: Address, landed: Landed, now_ns: int) -> None:
+        slot, generation = landed.slot, landed.generation
+        self._mailbox.post(sender, NewsTaken(slot, generation))
+        word = self._table.read(slot, generation)
+        if word is None or word.state is KVPoll.Success:
+            self._table.count(Counter.LATE)
+            return
+        if word.state is KVPoll.Failed:  # too late to count, but nothing is moving any more
+            self._become_quiet(slot, generation)
+            return
+        self._table.set_moved(slot, generation, landed.length_bytes)
+        if self._table.move(slot, generation, Event.LANDED, now_ns=now_ns):
+            self._table.count(Counter.BYTES_MOVED, landed.length_bytes)
+            self._table.count(Counter.CHUNKS_MOVED, landed.chunks)
+            self._wake(self._table.opener_row(slot))
+        if (room := self._find(slot, generation)) is not None:
+            del self._rooms[slot]
+            self._failing.pop(room.handle, None)
+
+    def _on_abort(self, sender: Address, abort: Abort, now_ns: int) -> None:
+        """Prefill gave the room up."""
+        self._table.count(Counter.ABORTS_TAKEN)
+        room = self._find(abort.slot, abort.generation)
+        if room is not None:
+            self._fault(room, self._reason_of(abort), now_ns, tell=False)
+        if abort.quiet:
+            self._become_quiet(abort.slot, abort.generation)
+        self._mailbox.post(
+            sender,
+            AbortTaken(
+                abort.room, abort.rank, abort.slot, abort.generation, abort.instance, abort.quiet
+            ),
+        )
+
+    @staticmethod
+    def _reason_of(abort: Abort) -> Reason:
+        """What prefill's reason means here: its engine's choice is an abort by the peer, its faults
+        keep their name."""
+        try:
+            reason = Reason(abort.reason)
+        except ValueError:
+            return Reason.PEER_ABORTED
+        mine = (Reason.NONE, Reason.ABORTED, Reason.CLIENT_GONE, Reason.SHUTDOWN)
+        return Reason.PEER_ABORTED if reason in mine else reason
+
+    def _on_abort_taken(self, taken: AbortTaken) -> None:
+        for room in list(self._failing.values()):
+            if (room.handle.slot, room.handle.generation) == (taken.slot, taken.generation):
+                room.abort = None
+                del self._failing[room.handle]
+        if taken.quiet:
+            self._become_quiet(taken.slot, taken.generation)
+
+    def _become_quiet(self, slot: int, generation: int) -> None:
+        if self._table.set_quiet(slot, generation):
+            self._wake(self._table.opener_row(slot))
+
+    # --- a room ends -------------------------------------------------------------------------------
+
+    def _fault(self, room: Room, reason: Reason, now_ns: int, *, tell: bool = True) -> None:
+        handle = room.handle
+        if self._table.move(
+            handle.slot, handle.generation, Event.FAULT, now_ns=now_ns, reason=reason
+        ):
+            self._wake(self._table.opener_row(handle.slot))
+        self._look(room, now_ns, tell=tell)
+
+    def _on_ended(self, room: Room, ended: Ended, now_ns: int) -> None:
+        if self._table.read(ended.slot, ended.generation) is not None:
+            self._look(room, now_ns)
+        elif ended.failed:
+            self._fail(room, Reason(ended.reason), now_ns, tell=True)
+
+    def _look(self, room: Room, now_ns: int, *, tell: bool = True) -> None:
+        word = self._table.read(room.handle.slot, room.handle.generation)
+        if word is None or word.state is KVPoll.Success:
+            self._leave(room)
+        elif word.state is KVPoll.Failed:
+            self._fail(room, word.reason, now_ns, tell=tell)
+
+    def _fail(self, room: Room, reason: Reason, now_ns: int, *, tell: bool) -> None:
+        room.failed = True
+        self._leave(room)
+        prefill = self._prefills.get(room.peer)
+        if not tell or prefill is None or not prefill.instance:
+            return
+        handle = room.handle
+        room.abort = Abort(
+            handle.room, room.rank, handle.slot, handle.generation, self._instance, reason
+        )
+        room.until_ns = now_ns + to_ns(self._timeouts.quiet_s)
+        self._failing[handle] = room
+        self._send_abort(room, now_ns)
+
+    def _send_abort(self, room: Room, now_ns: int) -> None:
+        assert room.abort is not None
+        room.due_ns = now_ns + to_ns(self._timeouts.resend_s)
+        prefill = self._prefills.get(room.peer)
+        if prefill is not None:
+            self._table.count(Counter.ABORTS_SENT)
+            self._mailbox.post(prefill.link, room.abort)
+
+    def _leave(self, room: Room) -> None:
+        if self._rooms.get(room.handle.slot) is room:
+            del self._rooms[room.handle.slot]
+
+    # --- time --------------------------------------------------------------------------------------
+
+    def tick(self, now_ns: int) -> int:
+        if now_ns - self._scanned_ns < SCAN_NS:
+            return 20
+        self._scanned_ns = now_ns
+        self._scan(now_ns)
+        self._repeat(now_ns)
+        for prefill in self._prefills.take_lost(now_ns):
+            self._fault_all(prefill, Reason.PEER_LOST, now_ns)
+        if now_ns - self._beaten_ns >= to_ns(self._timeouts.beat_s):
+            self._beaten_ns = now_ns
+            self._beat()
+        self._prefills.tick(now_ns, {room.peer for room in self._rooms.values()})
+        return 20
+
+    def _beat(self) -> None:
+        for prefill in self._prefills.ready():
+            waiting = [
+                room.handle.room
+                for room in self._rooms.values()
+                if room.peer == prefill.peer and room.destination is None
+            ]
+            rooms = np.array(sorted(set(waiting)), dtype="<u8").tobytes()
+            epoch = self._table.me.incarnation
+            self._mailbox.post(prefill.link, Heartbeat(self._instance, epoch, rooms))
+
+    def _scan(self, now_ns: int) -> None:
+        slots = self._table.live_slots()
+        words = dict(zip(slots.tolist(), self._table.words[slots].tolist(), strict=True))
+        for slot, room in list(self._rooms.items()):
+            word = words.get(slot, 0)
+            if word >> 32 != room.handle.generation or word & STATE_MASK in TERMINAL:
+                self._look(room, now_ns)
+
+    def _repeat(self, now_ns: int) -> None:
+        for room in self._rooms.values():
+            if now_ns < room.due_ns:
+                continue
+            prefill = self._prefills.get(room.peer)
+            if prefill is None or not prefill.ready:
+                continue
+            room.pause_ns = min(max(2 * room.pause_ns, EXPECT_AFTER_NS), PAUSE_MAX_NS)
+            room.due_ns = now_ns + room.pause_ns
+            if room.destination is not None and not room.taken:
+                self._table.count(Counter.RESENDS)
+                self._mailbox.post(prefill.link, room.destination)
+                continue
+            handle = room.handle
+            self._mailbox.post(
+                prefill.link,
+                Expect(
+                    handle.room,
+                    room.rank,
+                    handle.slot,
+                    handle.generation,
+                    self._instance,
+                    sent=room.taken,
+                ),
+            )
+        for room in list(self._failing.values()):
+            if now_ns >= room.until_ns:
+                del self._failing[room.handle]
+            elif now_ns >= room.due_ns:
+                self._table.count(Counter.RESENDS)
+                self._send_abort(room, now_ns)

@@ -1,0 +1,194 @@
+"""The decodes that introduced themselves to a prefill: hello, compatibility, and the path to each.
+
+A decode is ready when every worker of ours has warmed its path to the decode's agent of the same rank.
+Whatever is lost here is asked for again with `Resync`.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pdrt.actors.base import Throttle
+from pdrt.clock import to_ns
+from pdrt.config import Timeouts
+from pdrt.mailbox import Address, Postman
+from pdrt.protocol.counters import Counter
+from pdrt.protocol.layout import Layout
+from pdrt.protocol.messages import (
+    OLDEST,
+    VERSION,
+    Agent,
+    Hello,
+    HelloReply,
+    Introduced,
+    Introduction,
+    PeerGone,
+    PeerUp,
+    PeerWarm,
+    Resync,
+)
+from pdrt.protocol.states import Reason
+from pdrt.shm_status import StatusTable
+
+DECODES_MAX = 4096
+
+log = logging.getLogger("pdrt.listener")
+
+
+def worker_link(rank: int) -> str:
+    """Name of the listener's link to the worker of a rank."""
+    return f"worker{rank}"
+
+
+@dataclass(slots=True)
+class Decode:
+    introduction: Introduction
+    address: Address
+    heard_ns: int
+    warm: dict[int, PeerWarm] = field(default_factory=dict)  # by rank
+
+    @property
+    def instance(self) -> str:
+        return self.introduction.instance
+
+    def agent(self, rank: int) -> Agent | None:
+        return next((agent for agent in self.introduction.agents if agent.rank == rank), None)
+
+    def transport(self, rank: int) -> str:
+        """Name of the transport of a rank, "" while there is none."""
+        warm = self.warm.get(rank)
+        return warm.transport if warm is not None else ""
+
+
+class Decodes:
+    def __init__(
+        self,
+        *,
+        instance: str,
+        boot_id: str,
+        layout: Layout,
+        table: StatusTable,
+        mailbox: Postman,
+        timeouts: Timeouts,
+    ) -> None:
+        self._instance = instance
+        self._boot_id = boot_id
+        self._layout = layout
+        self._table = table
+        self._mailbox = mailbox
+        self._timeouts = timeouts
+        self._known: dict[str, Decode] = {}
+        self._worker_epochs: dict[int, int] = {}
+        self._may_log = Throttle()
+
+    def get(self, instance: str) -> Decode | None:
+        return self._known.get(instance)
+
+    def resync(self, sender: Address) -> None:
+        """Ask somebody we do not know to start again from hello."""
+        self._table.count(Counter.RESYNCS)
+        self._mailbox.post(sender, Resync(self._instance, self._table.me.incarnation))
+
+    def hello(self, sender: Address, hello: Hello, now_ns: int) -> None:
+        """Phase one: versions and the layout's digest, nothing else."""
+        refusal, detail, layout = Reason.NONE, "", b""
+        if hello.oldest > VERSION or hello.version < OLDEST:
+            refusal = Reason.PEER_REFUSED
+            detail = (
+                f"no common protocol version: prefill speaks {OLDEST}..{VERSION}, "
+                f"decode {hello.oldest}..{hello.version}"
+            )
+        elif hello.digest != self._layout.digest:
+            refusal, layout = Reason.LAYOUT_MISMATCH, msgspec.msgpack.encode(self._layout)
+            detail = "the KV layouts differ"
+        elif len(self._known) >= DECODES_MAX and hello.instance not in self._known:
+            refusal, detail = Reason.PEER_REFUSED, f"{DECODES_MAX} decodes are connected already"
+        if refusal and self._may_log(now_ns):
+            log.error("decode=%s refused=%s detail=%r", hello.instance, refusal.name, detail)
+        epoch = self._table.me.incarnation
+        digest = self._layout.digest
+        self._mailbox.post(
+            sender,
+            HelloReply(VERSION, OLDEST, self._instance, epoch, digest, refusal, detail, layout),
+        )
+
+    def introduce(self, sender: Address, introduction: Introduction, now_ns: int) -> None:
+        """Phase two: where the decode's bytes may land.  Answered once our workers are warm."""
+        ranks = sorted(agent.rank for agent in introduction.agents)
+        if ranks != list(range(self._layout.ranks)):
+            self._table.count(Counter.LATE)
+            return
+        known = self._known.get(introduction.instance)
+        if known is None:
+            known = self._known[introduction.instance] = Decode(introduction, sender, now_ns)
+        known.introduction, known.address, known.heard_ns = introduction, sender, now_ns
+        epochs = {agent.rank: agent.epoch for agent in introduction.agents}
+        known.warm = {r: w for r, w in known.warm.items() if w.agent_epoch == epochs[r]}
+        if not self._answer(known):
+            for rank in ranks:
+                self._tell_worker(known, rank)
+
+    def _tell_worker(self, decode: Decode, rank: int) -> None:
+        agent = decode.agent(rank)
+        assert agent is not None
+        introduction = decode.introduction
+        same_host = introduction.boot_id == self._boot_id
+        up = PeerUp(introduction.instance, introduction.control, agent, same_host)
+        self._mailbox.post(worker_link(rank), up)
+
+    def warmed(self, warm: PeerWarm) -> None:
+        """A worker has, or cannot have, a path to one rank of a decode."""
+        decode = self._known.get(warm.instance)
+        if decode is None or warm.rank >= self._layout.ranks:
+            return
+        agent = decode.agent(warm.rank)
+        if agent is not None and agent.epoch == warm.agent_epoch:
+            decode.warm[warm.rank] = warm
+            self._answer(decode)
+
+    def _answer(self, decode: Decode) -> bool:
+        if len(decode.warm) < self._layout.ranks:
+            return False
+        cold = [warm for warm in decode.warm.values() if not warm.transport]
+        introduced = Introduced(
+            decode.instance,
+            decode.introduction.serial,
+            "" if cold else decode.warm[0].transport,
+            cold[0].detail if cold else "",
+        )
+        self._mailbox.post(decode.address, introduced)
+        return True
+
+    def worker_up(self, rank: int, epoch: int) -> bool:
+        """A worker announced itself.  True if it is another one than before: it knows nothing."""
+        if self._worker_epochs.get(rank) == epoch:
+            return False
+        self._worker_epochs[rank] = epoch
+        for decode in self._known.values():
+            decode.warm.pop(rank, None)
+            self._tell_worker(decode, rank)
+        return True
+
+    def beat(self, sender: Address, instance: str, epoch: int, now_ns: int) -> Decode | None:
+        """A heartbeat.  None if we do not know its sender and have asked it to start again."""
+        decode = self._known.get(instance)
+        if decode is None or decode.introduction.epoch != epoch:
+            self.resync(sender)
+            return None
+        decode.heard_ns, decode.address = now_ns, sender
+        return decode
+
+    def take_lost(self, now_ns: int) -> list[Decode]:
+        """Forget, and return, every decode that has been silent for too long."""
+        limit_ns = to_ns(self._timeouts.peer_s)
+        lost = [d for d in self._known.values() if now_ns - d.heard_ns > limit_ns]
+        for decode in lost:
+            log.warning("decode=%s lost silent_s=%.1f", decode.instance, self._timeouts.peer_s)
+            self._table.count(Counter.PEERS_LOST)
+            del self._known[decode.instance]
+            for rank in range(self._layout.ranks):
+                self._mailbox.post(worker_link(rank), PeerGone(decode.instance))
+        return lost

@@ -1,0 +1,146 @@
+"""The janitor sweeps: rooms past their deadline, rooms of dead processes, rooms that stay unquiet.
+
+Nothing depends on it alone.  Readers enforce deadlines themselves; the janitor is for rooms that
+nobody reads any more.  It runs in the supervisor's loop, which is where deaths are seen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from pdrt.clock import MILLISECOND_NS, SECOND_NS, to_ns
+from pdrt.config import Timeouts
+from pdrt.protocol.counters import Counter
+from pdrt.protocol.peers import TRANSPORT_CODES
+from pdrt.protocol.states import OPEN, Event, KVPoll, Reason, Role
+from pdrt.shm_status import (
+    CLAIMED,
+    DEADLINE,
+    ENTERED,
+    GENERATION_SHIFT,
+    INCARNATION_MASK,
+    INCARNATION_SHIFT,
+    OPENER,
+    OWNER_SHIFT,
+    PEER,
+    QUIET_BIT,
+    STATE_MASK,
+    TRANSPORT,
+    VALUE_MASK,
+    StatusTable,
+)
+
+SHM = TRANSPORT_CODES.index("shm")
+IDLE_FENCE_NS = SECOND_NS  # an idle worker is fenced this early: nobody else pays for it
+
+log = logging.getLogger("pdrt.janitor")
+
+
+class Janitor:
+    def __init__(
+        self,
+        *,
+        table: StatusTable,
+        timeouts: Timeouts,
+        mapped: Callable[[int], bool],
+        fence: Callable[[int, str], None],
+        wake: Callable[[int], None],
+    ) -> None:
+        """`mapped(peer)`: does a process of that peer instance (digest) still map our memory?
+        `fence(row, reason)`: restart the worker in that row on purpose."""
+        self._table = table
+        self._timeouts = timeouts
+        self._mapped = mapped
+        self._fence = fence
+        self._wake = wake
+        self._fenced: dict[int, int] = {}  # row -> incarnation restarted on purpose
+
+    def sweep(self, now_ns: int) -> int:
+        """One pass over the live rooms.  Returns how many it changed."""
+        table = self._table
+        slots = table.live_slots()
+        if not len(slots):
+            return 0
+        rows = table.rows(slots)
+        words, openers = rows[:, 0], rows[:, OPENER // 8]
+        living = table.incarnations()
+        states = words & np.uint64(STATE_MASK)
+        is_open = (states > 0) & (states < 4)
+        owner_rows = (words >> np.uint64(OWNER_SHIFT) & np.uint64(0xFF)).astype(np.intp)
+        owners = words >> np.uint64(INCARNATION_SHIFT) & np.uint64(INCARNATION_MASK)
+        owner_dead = (owner_rows != 0) & (living[owner_rows % len(living)] != owners)
+        opener_rows = (openers & np.uint64(0xFF)).astype(np.intp)
+        opened_by = openers >> np.uint64(8) & np.uint64(INCARNATION_MASK)
+        opener_dead = (opener_rows != 0) & (living[opener_rows % len(living)] != opened_by)
+        late_ms = np.uint64(now_ns // MILLISECOND_NS)
+        late = is_open & ((rows[:, DEADLINE // 8] & np.uint64(VALUE_MASK)) < late_ms)
+        unquiet = (states == KVPoll.Failed) & (words & np.uint64(QUIET_BIT) == 0)
+        claimed = states == CLAIMED
+        moving = np.bincount(owner_rows[states == KVPoll.Transferring], minlength=256)
+        changed = 0
+        for i in np.flatnonzero(late | owner_dead | opener_dead | unquiet | claimed).tolist():
+            slot, generation = int(slots[i]), int(words[i] >> np.uint64(GENERATION_SHIFT))
+            if claimed[i]:
+                if owner_dead[i]:
+                    table.discard(slot, generation)
+                continue
+            if late[i]:
+                table.poll(slot, generation, now_ns)
+            if owner_dead[i] or opener_dead[i]:
+                reason = Reason.ENGINE_DIED
+                if owner_dead[i]:
+                    planned = self._fenced.get(int(owner_rows[i])) == int(owners[i])
+                    reason = Reason.WORKER_FENCED if planned else Reason.WORKER_DIED
+                changed += self._bury(slot, generation, reason, now_ns)
+            if unquiet[i]:
+                failed_ns = int(rows[i, ENTERED // 8])
+                others = int(moving[owner_rows[i]])
+                self._settle(rows[i], slot, generation, bool(owner_dead[i]), now_ns - failed_ns, others)
+            if opener_dead[i] and table.clear(slot, generation):
+                changed += 1
+        return changed
+
+    def _bury(self, slot: int, generation: int, reason: Reason, now_ns: int) -> int:
+        """End an open room whose process is dead."""
+        table = self._table
+        word = table.read(slot, generation)
+        if word is None or word.state not in OPEN:
+            return 0
+        if table.move(slot, generation, Event.FAULT, now_ns=now_ns, reason=reason):
+            table.count(Counter.SWEPT)
+            self._wake(table.opener_row(slot))
+            return 1
+        return 0
+
+    def _settle(
+        self,
+        row: np.ndarray[tuple[int, ...], np.dtype[np.uint64]],
+        slot: int,
+        generation: int,
+        owner_dead: bool,
+        age_ns: int,
+        others: int,
+    ) -> None:
+        """A Failed room that is not quiet: is it by now, and if it takes too long, make it so."""
+        table = self._table
+        owner_row = int(row[0] >> np.uint64(OWNER_SHIFT)) & 0xFF
+        owner = int(row[0] >> np.uint64(INCARNATION_SHIFT)) & INCARNATION_MASK
+        decode_by_shm = table.role is Role.DECODE and int(row[TRANSPORT // 8]) == SHM
+        # Who can still touch the memory?  Our worker's death ends what it reads, and what lands
+        # through its registration.  With shm the peer's worker writes by itself.
+        over = not self._mapped(int(row[PEER // 8])) if decode_by_shm else owner_dead
+        if over:
+            if table.set_quiet(slot, generation):
+                self._wake(table.opener_row(slot))
+            return
+        if decode_by_shm or owner_dead or self._fenced.get(owner_row) == owner:
+            return
+        idle = table.role is Role.DECODE and others == 0 and age_ns > IDLE_FENCE_NS
+        if idle or age_ns > to_ns(self._timeouts.quiet_s):
+            self._fenced[owner_row] = owner
+            table.count(Counter.QUIET_FORCED)
+            log.warning("row=%d room=%d not quiet: its worker is restarted", owner_row, int(row[1]))
+            self._fence(owner_row, f"room {int(row[1])} did not become quiet")

@@ -1,0 +1,223 @@
+"""The prefills a decode talks to: one link each, dialled when a room first names it.
+
+    DIALLING --HelloReply--> INTRODUCING --Introduced--> READY
+        ^  Resync, silence, another instance, or a restarted worker of ours (back to INTRODUCING)
+    REFUSED: layouts or versions differ, or no transport; asked again after a while, since the
+    deployment may be mended
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import msgspec
+
+from pdrt.clock import to_ns
+from pdrt.config import Timeouts
+from pdrt.mailbox import Address, Postman
+from pdrt.protocol.counters import Counter
+from pdrt.protocol.layout import Layout, RegionMap, first_difference
+from pdrt.protocol.messages import (
+    OLDEST,
+    VERSION,
+    Agent,
+    Hello,
+    HelloReply,
+    Introduced,
+    Introduction,
+    Resync,
+    WorkerUp,
+)
+from pdrt.protocol.states import Reason
+from pdrt.shm_status import StatusTable
+
+REFUSED_S = 2.0  # how long a refusal is remembered before the prefill is asked again
+UNUSED_S = 300.0  # a link without rooms is closed after this long
+PREFILLS_MAX = 4096
+
+log = logging.getLogger("pdrt.listener")
+
+
+class Stage(Enum):
+    DIALLING = auto()
+    INTRODUCING = auto()
+    READY = auto()
+    REFUSED = auto()
+
+
+@dataclass(slots=True)
+class Prefill:
+    peer: str  # host:port
+    link: str
+    stage: Stage
+    heard_ns: int
+    used_ns: int
+    due_ns: int  # of the next hello or introduction
+    instance: str = ""
+    transport: str = ""
+    refusal: Reason = Reason.NONE
+    detail: str = ""
+
+    @property
+    def ready(self) -> bool:
+        return self.stage is Stage.READY
+
+
+class Prefills:
+    def __init__(
+        self,
+        *,
+        instance: str,
+        boot_id: str,
+        control: str,
+        layout: Layout,
+        maps: tuple[RegionMap, ...],
+        table: StatusTable,
+        mailbox: Postman,
+        timeouts: Timeouts,
+    ) -> None:
+        self._instance = instance
+        self._boot_id = boot_id
+        self._control = control
+        self._layout = layout
+        self._maps = maps
+        self._table = table
+        self._mailbox = mailbox
+        self._timeouts = timeouts
+        self._known: dict[str, Prefill] = {}
+        self._by_link: dict[Address, Prefill] = {}
+        self._workers: dict[int, WorkerUp] = {}
+        self._serial = 0
+
+    def get(self, peer: str) -> Prefill | None:
+        return self._known.get(peer)
+
+    def by_link(self, sender: Address) -> Prefill | None:
+        return self._by_link.get(sender)
+
+    def ready(self) -> list[Prefill]:
+        return [prefill for prefill in self._known.values() if prefill.ready]
+
+    def dial(self, peer: str, now_ns: int) -> Prefill:
+        """The prefill at host:port, dialled if it is new."""
+        prefill = self._known.get(peer)
+        if prefill is None:
+            link = f"prefill:{peer}"
+            prefill = Prefill(peer, link, Stage.DIALLING, now_ns, now_ns, now_ns)
+            if len(self._known) >= PREFILLS_MAX:
+                prefill.stage, prefill.refusal = Stage.REFUSED, Reason.PEER_REFUSED
+                return prefill
+            self._known[peer] = self._by_link[link] = prefill
+            self._mailbox.link(link, f"tcp://{peer}", from_peer=True)
+            self._hello(prefill, now_ns)
+        prefill.used_ns = now_ns
+        return prefill
+
+    def _hello(self, prefill: Prefill, now_ns: int) -> None:
+        prefill.due_ns = now_ns + to_ns(self._timeouts.resend_s)
+        epoch = self._table.me.incarnation
+        hello = Hello(VERSION, OLDEST, self._instance, epoch, self._layout.digest)
+        self._mailbox.post(prefill.link, hello)
+
+    def on_hello_reply(self, prefill: Prefill, reply: HelloReply, now_ns: int) -> None:
+        prefill.heard_ns = now_ns
+        prefill.instance = reply.instance
+        if reply.refusal:
+            detail = reply.detail
+            if reply.layout:
+                detail = self._name_difference(reply.layout)
+            self._refuse(prefill, Reason.LAYOUT_MISMATCH if reply.layout else Reason.PEER_REFUSED, detail, now_ns)
+        elif prefill.stage in (Stage.DIALLING, Stage.REFUSED):
+            prefill.stage, prefill.refusal, prefill.detail = Stage.INTRODUCING, Reason.NONE, ""
+            self._introduce(prefill, now_ns)
+
+    def _name_difference(self, theirs: bytes) -> str:
+        try:
+            layout = msgspec.msgpack.decode(theirs, type=Layout)
+        except msgspec.MsgspecError:
+            return "the prefill's layout cannot be read"
+        return first_difference(self._layout, layout) or "equal layouts, different digests"
+
+    def _refuse(self, prefill: Prefill, reason: Reason, detail: str, now_ns: int) -> None:
+        if (prefill.refusal, prefill.detail) != (reason, detail):
+            log.error("prefill=%s refused=%s detail=%r", prefill.peer, reason.name, detail)
+        prefill.stage, prefill.refusal, prefill.detail = Stage.REFUSED, reason, detail
+        prefill.due_ns = now_ns + to_ns(REFUSED_S)
+
+    def _introduce(self, prefill: Prefill, now_ns: int) -> None:
+        prefill.due_ns = now_ns + to_ns(self._timeouts.resend_s)
+        if len(self._workers) < self._layout.ranks:
+            return  # sent when the last worker is up
+        agents = [
+            Agent(up.rank, up.epoch, m.pages_count, m.aux_rows, up.offers)
+            for m, (_, up) in zip(self._maps, sorted(self._workers.items()), strict=True)
+        ]
+        epoch = self._table.me.incarnation
+        self._mailbox.post(
+            prefill.link,
+            Introduction(
+                self._instance, epoch, self._control, self._boot_id, agents, self._serial
+            ),
+        )
+
+    def on_introduced(self, prefill: Prefill, introduced: Introduced, now_ns: int) -> bool:
+        """True if the prefill has just become ready."""
+        prefill.heard_ns = now_ns
+        if introduced.serial != self._serial or prefill.stage is not Stage.INTRODUCING:
+            return False
+        if not introduced.transport:
+            self._refuse(prefill, Reason.TRANSPORT_FAILED, introduced.detail, now_ns)
+            return False
+        prefill.stage, prefill.transport = Stage.READY, introduced.transport
+        log.info("prefill=%s ready transport=%s", prefill.peer, prefill.transport)
+        return True
+
+    def on_resync(self, prefill: Prefill, resync: Resync, now_ns: int) -> None:
+        """The listener there is new, or new to us."""
+        prefill.heard_ns = now_ns
+        if prefill.stage in (Stage.READY, Stage.INTRODUCING):
+            self._table.count(Counter.RESYNCS)
+            prefill.stage = Stage.DIALLING
+            self._hello(prefill, now_ns)
+
+    def worker_up(self, up: WorkerUp, now_ns: int) -> None:
+        """A worker of ours announced itself; a new one changes where bytes may land."""
+        known = self._workers.get(up.rank)
+        if up.rank >= self._layout.ranks or (known is not None and known.epoch == up.epoch):
+            return
+        self._workers[up.rank] = up
+        self._serial += 1
+        for prefill in self._known.values():
+            if prefill.stage in (Stage.READY, Stage.INTRODUCING):
+                prefill.stage = Stage.INTRODUCING
+                self._introduce(prefill, now_ns)
+
+    def take_lost(self, now_ns: int) -> list[Prefill]:
+        """Prefills that fell silent; they are dialled again."""
+        limit_ns = to_ns(self._timeouts.peer_s)
+        lost = []
+        for prefill in self._known.values():
+            if prefill.ready and now_ns - prefill.heard_ns > limit_ns:
+                log.warning("prefill=%s lost silent_s=%.1f", prefill.peer, self._timeouts.peer_s)
+                self._table.count(Counter.PEERS_LOST)
+                prefill.stage = Stage.DIALLING
+                self._hello(prefill, now_ns)
+                lost.append(prefill)
+        return lost
+
+    def tick(self, now_ns: int, used: Iterable[str]) -> None:
+        for peer in used:
+            if (prefill := self._known.get(peer)) is not None:
+                prefill.used_ns = now_ns
+        for prefill in list(self._known.values()):
+            if now_ns - prefill.used_ns > to_ns(UNUSED_S):
+                self._mailbox.unlink(prefill.link)
+                del self._known[prefill.peer], self._by_link[prefill.link]
+            elif prefill.stage is not Stage.READY and now_ns >= prefill.due_ns:
+                if prefill.stage is Stage.INTRODUCING:
+                    self._introduce(prefill, now_ns)
+                else:
+                    self._hello(prefill, now_ns)

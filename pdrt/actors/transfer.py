@@ -1,0 +1,508 @@
+"""TransferWorker: owns the region of one rank and moves its bytes.
+
+Prefill's worker takes chunks from its engine and destinations from its listener, writes, and gives
+the verdict.  Decode's worker only keeps its region reachable.  A room's life here:
+
+    Chunk, Destination (any order) -> write ... write (last, with the aux row) -> all DONE -> Success,
+    then `Landed` to decode's listener until it answers
+
+    Failed by anybody -> release, fence -> quiet, then `Fenced` to our listener
+
+A write is posted only after the room was moved to Transferring, so a room that failed before that
+move is quiet at once and stays untouched.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pdrt.actors.base import Throttle
+from pdrt.clock import MILLISECOND_NS, to_ns
+from pdrt.config import Timeouts
+from pdrt.errors import QueueFull
+from pdrt.mailbox import Address, Postman
+from pdrt.protocol.counters import Counter
+from pdrt.protocol.layout import AUX_ROW_BYTES, RegionMap
+from pdrt.protocol.messages import (
+    Agent,
+    AnyMessage,
+    Chunk,
+    Deliver,
+    Destination,
+    Ended,
+    Fenced,
+    Landed,
+    NewsTaken,
+    PeerGone,
+    PeerUp,
+    PeerWarm,
+    WorkerUp,
+)
+from pdrt.protocol.states import OPEN, Event, KVPoll, Reason
+from pdrt.shm_status import Handle, StatusTable
+from pdrt.transports.base import Grid, Indices, TransferState, Transport, TransportError
+from pdrt.transports.choose import choose
+
+LISTENER = "listener"
+SPINS = 200  # polls without sleep after the last progress; then a millisecond at a time
+NEWS_MAX = 65536  # verdicts not yet acknowledged; the oldest is dropped, its peer will ask
+CHECK_NS = 20 * MILLISECOND_NS
+ANNOUNCE_NS = 250 * MILLISECOND_NS
+
+log = logging.getLogger("pdrt.worker")
+
+
+def tables(region: RegionMap, pages_count: int, aux_rows: int) -> list[Grid]:
+    """The items of a region: its pages, then its aux rows.  Item n < pages_count is page n."""
+    page = region.page_bytes
+    return [
+        Grid(0, page, page, pages_count),
+        Grid(pages_count * page, AUX_ROW_BYTES, AUX_ROW_BYTES, aux_rows),
+    ]
+
+
+@dataclass(slots=True)
+class Peer:
+    """One rank of a decode, as this worker reaches it."""
+
+    agent: Agent
+    instance: str
+    name: str  # of the agent: unique for each of its incarnations
+    link: str
+    transport: Transport | None
+    warming: int | None  # handle of the connect
+    remote: int = -1  # prepared table
+    gone: bool = False
+    detail: str = ""
+
+
+@dataclass(slots=True)
+class Room:
+    handle: Handle
+    chunks: list[Chunk] = field(default_factory=list)  # taken, not yet posted
+    next_index: int = 0
+    destination: Destination | None = None
+    remote_pages: Indices | None = None
+    peer: Peer | None = None  # since the first write
+    inflight: list[tuple[int, int]] = field(default_factory=list)  # (transport handle, bytes)
+    last_posted: bool = False
+    moved_bytes: int = 0
+    chunks_moved: int = 0
+    fence: int | None = None
+    ending: bool = False
+    broken: bool = False  # a write FAILED: what of it landed, only a fence can settle
+
+
+@dataclass(slots=True)
+class News:
+    """A Landed that its peer has not acknowledged."""
+
+    message: Landed
+    due_ns: int
+    until_ns: int
+    pause_ns: int
+
+
+class TransferWorker:
+    def __init__(
+        self,
+        *,
+        region: RegionMap,
+        transports: Mapping[str, tuple[Transport, bytes]],
+        preferred: str,
+        table: StatusTable,
+        mailbox: Postman,
+        timeouts: Timeouts,
+        wake: Callable[[int], None],
+    ) -> None:
+        """`transports`: name -> (opened transport, its metadata).  `wake(row)` nudges an engine.
+        The mailbox has a link named "listener"."""
+        self._region = region
+        self._transports = {name: transport for name, (transport, _) in transports.items()}
+        self._offers = {name: metadata for name, (_, metadata) in transports.items()}
+        self._preferred = preferred
+        self._table = table
+        self._mailbox = mailbox
+        self._timeouts = timeouts
+        self._wake = wake
+        self._local = {
+            name: transport.prepare(None, tables(region, region.pages_count, region.aux_rows))
+            for name, transport in self._transports.items()
+        }
+        self._peers: dict[str, Peer] = {}  # by instance
+        self._leaving: list[Peer] = []  # gone or replaced, and still named by a room that ends
+        self._rooms: dict[int, Room] = {}  # by slot
+        self._active: dict[int, Room] = {}  # those with something in flight, or ending
+        self._news: dict[tuple[Address, int, int], News] = {}
+        self._announced_ns = self._checked_ns = 0
+        self._spins = SPINS
+        self._may_log = Throttle()
+
+    # --- messages ----------------------------------------------------------------------------------
+
+    def handle(self, sender: Address, message: AnyMessage, now_ns: int) -> None:
+        match message:
+            case Chunk():
+                self._on_chunk(message, now_ns)
+            case Deliver():
+                self._on_deliver(message, now_ns)
+            case NewsTaken():
+                self._news.pop((sender, message.slot, message.generation), None)
+            case Ended():
+                room = self._rooms.get(message.slot)
+                if room is not None and room.handle.generation == message.generation:
+                    self._check(room, now_ns)
+            case PeerUp():
+                self._on_peer_up(message, now_ns)
+            case PeerGone():
+                if (peer := self._peers.pop(message.instance, None)) is not None:
+                    self._dismiss(peer, now_ns)
+            case _:
+                self._table.count(Counter.LATE)
+
+    def _room(self, room: int, slot: int, generation: int) -> Room | None:
+        """Our record of an open room, made on first mention; None if the room is over."""
+        known = self._rooms.get(slot)
+        if known is not None and known.handle.generation == generation:
+            return known
+        word = self._table.read(slot, generation)
+        if word is None or word.state not in OPEN:
+            self._table.count(Counter.LATE)
+            return None
+        # A live newer generation in the slot proves the older room quiet and cleared.
+        self._active.pop(slot, None)
+        self._rooms[slot] = fresh = Room(Handle(room, slot, generation))
+        return fresh
+
+    def _on_chunk(self, chunk: Chunk, now_ns: int) -> None:
+        room = self._room(chunk.room, chunk.slot, chunk.generation)
+        if room is None:
+            return
+        if chunk.index == room.next_index and not room.ending:
+            room.next_index += 1
+            room.chunks.append(chunk)
+            self._post(room, now_ns)
+        # An older index is a repeat, a newer one follows a lost one: either way, say what we have.
+        self._table.set_taken(chunk.slot, chunk.generation, room.next_index)
+
+    def _on_deliver(self, deliver: Deliver, now_ns: int) -> None:
+        destination = deliver.destination
+        room = self._room(destination.room, deliver.slot, deliver.generation)
+        if room is None or room.destination is not None:
+            return
+        room.destination = destination
+        room.remote_pages = np.frombuffer(destination.pages, dtype="<i4")
+        self._post(room, now_ns)
+
+    # --- peers -------------------------------------------------------------------------------------
+
+    def _on_peer_up(self, up: PeerUp, now_ns: int) -> None:
+        name = f"{up.instance}.{up.agent.rank}#{up.agent.epoch}"
+        known = self._peers.get(up.instance)
+        if known is None or known.name != name:
+            if known is not None:
+                self._dismiss(known, now_ns)
+            known = self._peers[up.instance] = self._connect(name, up)
+        self._mailbox.link(known.link, f"tcp://{up.control}", from_peer=True)
+        if known.warming is None:
+            self._report(known)
+
+    def _connect(self, name: str, up: PeerUp) -> Peer:
+        link = f"peer:{up.instance}"
+        peer = Peer(up.agent, up.instance, name, link, None, None)
+        try:
+            choice = choose(
+                list(self._offers),
+                list(up.agent.offers),
+                preferred=self._preferred,
+                same_host=up.same_host,
+            )
+            transport = self._transports[choice.name]
+            peer.warming = transport.connect(name, up.agent.offers[choice.name])
+            peer.transport = transport
+            peer.remote = transport.prepare(
+                name, tables(self._region, up.agent.pages_count, up.agent.aux_rows)
+            )
+        except (TransportError, QueueFull) as error:
+            peer.transport = None
+            peer.warming = None
+            peer.detail = str(error)
+        return peer
+
+    def _warm(self, peer: Peer, now_ns: int) -> None:
+        assert peer.transport is not None
+        assert peer.warming is not None
+        state = peer.transport.poll(peer.warming)
+        if state is TransferState.PENDING:
+            return
+        peer.transport.release(peer.warming)
+        peer.warming = None
+        if state is TransferState.FAILED:
+            peer.transport.disconnect(peer.name)
+            peer.transport = None
+            peer.detail = "the first transfer to it failed"
+        self._report(peer)
+        for room in list(self._rooms.values()):
+            if room.destination is not None and room.destination.instance == peer.instance:
+                self._post(room, now_ns)
+
+    def _report(self, peer: Peer) -> None:
+        name = peer.transport.name if peer.transport is not None else ""
+        self._mailbox.post(
+            LISTENER,
+            PeerWarm(peer.instance, self._region.rank, peer.agent.epoch, name, peer.detail),
+        )
+
+    def _dismiss(self, peer: Peer, now_ns: int) -> None:
+        """The agent is gone or was replaced: its rooms fail, and it is forgotten when they are quiet."""
+        peer.gone = True
+        self._leaving.append(peer)
+        for room in [r for r in self._rooms.values() if r.peer is peer]:
+            self._fault(room, Reason.PEER_LOST, now_ns)
+
+    # --- writing -----------------------------------------------------------------------------------
+
+    def _post(self, room: Room, now_ns: int) -> None:
+        """Post every chunk that can go now: its destination is known and the peer is warm."""
+        destination = room.destination
+        if destination is None or not room.chunks or room.ending:
+            return
+        peer = self._peers.get(destination.instance)
+        if peer is None or peer.agent.epoch != destination.agent_epoch or peer.warming is not None:
+            return  # not introduced yet; the room's deadline bounds the wait
+        if peer.transport is None:
+            self._fault(room, Reason.TRANSPORT_FAILED, now_ns)
+            return
+        chunks, room.chunks = room.chunks, []
+        room.peer = peer
+        handle = room.handle
+        for chunk in chunks:
+            if not self._table.move(
+                handle.slot, handle.generation, Event.CHUNK_POSTED, now_ns=now_ns, owner=self._table.me
+            ):
+                self._check(room, now_ns)
+                return
+            try:
+                self._write(room, peer, peer.transport, chunk, destination)
+            except (TransportError, QueueFull) as error:
+                if self._may_log(now_ns):
+                    log.warning("room=%d write refused: %s", handle.room, error)
+                full = isinstance(error, QueueFull)
+                self._fault(room, Reason.TRANSPORT_FAILED if full else Reason.BAD_DESTINATION, now_ns)
+                return
+        self._active[handle.slot] = room
+        self._advance(room, now_ns)
+
+    def _write(
+        self, room: Room, peer: Peer, transport: Transport, chunk: Chunk, destination: Destination
+    ) -> None:
+        assert room.remote_pages is not None
+        local = np.frombuffer(chunk.pages, dtype="<i4")
+        remote = room.remote_pages[chunk.start : chunk.start + len(local)]
+        if len(remote) != len(local):
+            raise TransportError(
+                f"the destination has {len(room.remote_pages)} pages, "
+                f"chunk {chunk.index} ends at {chunk.start + len(local)}"
+            )
+        length_bytes = len(local) * self._region.page_bytes
+        if chunk.last:
+            local = np.append(local, np.int32(self._region.pages_count + chunk.aux_index))
+            remote = np.append(remote, np.int32(peer.agent.pages_count + destination.aux_index))
+            length_bytes += AUX_ROW_BYTES
+            room.last_posted = True
+        posted = transport.write(peer.name, self._local[transport.name], local, peer.remote, remote)
+        room.inflight.append((posted, length_bytes))
+
+    def _advance(self, room: Room, now_ns: int) -> bool:
+        """See what has landed; give the verdict when all has.  True if something moved."""
+        assert room.peer is not None
+        assert room.peer.transport is not None
+        transport, handle = room.peer.transport, room.handle
+        pending: list[tuple[int, int]] = []
+        for posted, length_bytes in room.inflight:
+            state = transport.poll(posted)
+            if state is TransferState.PENDING:
+                pending.append((posted, length_bytes))
+                continue
+            transport.release(posted)
+            if state is TransferState.DONE:
+                room.moved_bytes += length_bytes
+                room.chunks_moved += 1
+            else:
+                room.broken = True
+        moved = len(pending) != len(room.inflight)
+        room.inflight = pending
+        if room.broken:
+            self._fault(room, Reason.TRANSPORT_FAILED, now_ns)
+        elif moved:
+            self._table.set_moved(handle.slot, handle.generation, room.moved_bytes)
+            if pending or not room.last_posted:
+                self._table.renew_state(handle.slot, handle.generation, now_ns)
+        if not pending and not room.ending:
+            self._active.pop(handle.slot, None)
+            if room.last_posted:
+                self._conclude(room, now_ns)
+        return moved
+
+    def _conclude(self, room: Room, now_ns: int) -> None:
+        handle, destination, peer = room.handle, room.destination, room.peer
+        assert destination is not None
+        assert peer is not None
+        if not self._table.move(handle.slot, handle.generation, Event.LANDED, now_ns=now_ns):
+            self._check(room, now_ns)
+            return
+        del self._rooms[handle.slot]
+        self._table.count(Counter.BYTES_MOVED, room.moved_bytes)
+        self._table.count(Counter.CHUNKS_MOVED, room.chunks_moved)
+        landed = Landed(
+            handle.room,
+            destination.rank,
+            destination.slot,
+            destination.generation,
+            room.moved_bytes,
+            room.chunks_moved,
+        )
+        if len(self._news) >= NEWS_MAX:
+            del self._news[next(iter(self._news))]
+        pause_ns = to_ns(self._timeouts.resend_s)
+        self._news[peer.link, destination.slot, destination.generation] = News(
+            landed, now_ns + pause_ns, now_ns + to_ns(self._timeouts.stall_s), pause_ns
+        )
+        self._mailbox.post(peer.link, landed)
+        self._mailbox.post(LISTENER, Ended(handle.slot, handle.generation, failed=False))
+        self._wake(self._table.opener_row(handle.slot))
+
+    # --- ending ------------------------------------------------------------------------------------
+
+    def _fault(self, room: Room, reason: Reason, now_ns: int) -> None:
+        handle = room.handle
+        if self._table.move(handle.slot, handle.generation, Event.FAULT, now_ns=now_ns, reason=reason):
+            ended = Ended(handle.slot, handle.generation, failed=True, reason=reason)
+            self._mailbox.post(LISTENER, ended)
+            self._wake(self._table.opener_row(handle.slot))
+        self._check(room, now_ns)
+
+    def _check(self, room: Room, now_ns: int) -> None:
+        """Has somebody ended the room?  Then make it quiet."""
+        handle = room.handle
+        if room.ending or self._rooms.get(handle.slot) is not room:
+            return
+        word = self._table.read(handle.slot, handle.generation)
+        if word is not None and word.state in OPEN:
+            self._table.poll(handle.slot, handle.generation, now_ns)  # its deadline, if it passed
+            word = self._table.read(handle.slot, handle.generation)
+        if word is not None and word.state in OPEN:
+            return
+        room.ending = True
+        room.chunks.clear()
+        if word is None or word.quiet or word.state is KVPoll.Success:
+            self._drop(room)
+        elif not room.inflight and not room.broken:
+            self._settle(room, fenced=True)
+        else:
+            self._active[handle.slot] = room
+            self._start_fence(room)
+
+    def _start_fence(self, room: Room) -> None:
+        assert room.peer is not None
+        assert room.peer.transport is not None
+        try:
+            room.fence = room.peer.transport.fence(room.peer.name)
+            self._table.count(Counter.FENCES)
+        except (TransportError, QueueFull):
+            room.fence = None  # the path is gone: wait for the writes themselves to end
+
+    def _quieten(self, room: Room) -> bool:
+        """Follow the fence of an ending room.  True when it is over."""
+        assert room.peer is not None
+        assert room.peer.transport is not None
+        transport = room.peer.transport
+        fence = TransferState.FAILED if room.fence is None else transport.poll(room.fence)
+        if fence is TransferState.PENDING:
+            return False
+        if fence is TransferState.FAILED:
+            # No fence is to be had.  Our pages are free once every write has ended; what landed at
+            # the peer stays unknown, so it is not told that the room is quiet.
+            states = [transport.poll(posted) for posted, _ in room.inflight]
+            if TransferState.PENDING in states:
+                return False
+        for posted, _ in room.inflight:
+            transport.release(posted)
+        if room.fence is not None:
+            transport.release(room.fence)
+        room.inflight = []
+        self._settle(room, fenced=fence is TransferState.DONE)
+        return True
+
+    def _settle(self, room: Room, *, fenced: bool) -> None:
+        handle = room.handle
+        self._table.set_quiet(handle.slot, handle.generation)
+        if fenced:
+            self._mailbox.post(LISTENER, Fenced(handle.slot, handle.generation))
+        self._wake(self._table.opener_row(handle.slot))
+        self._drop(room)
+
+    def _drop(self, room: Room) -> None:
+        slot = room.handle.slot
+        self._active.pop(slot, None)
+        if self._rooms.get(slot) is room:
+            del self._rooms[slot]
+
+    # --- time --------------------------------------------------------------------------------------
+
+    def tick(self, now_ns: int) -> int:
+        moved = False
+        for room in list(self._active.values()):
+            moved |= self._quieten(room) if room.ending else self._advance(room, now_ns)
+        warming = [p for p in self._peers.values() if p.warming is not None]
+        for peer in warming:
+            self._warm(peer, now_ns)
+        for transport in self._transports.values():
+            transport.progress()
+        if now_ns - self._checked_ns >= CHECK_NS:
+            self._checked_ns = now_ns
+            for room in list(self._rooms.values()):
+                self._check(room, now_ns)
+            self._repeat_news(now_ns)
+            self._let_go()
+        if now_ns - self._announced_ns >= ANNOUNCE_NS:
+            self._announced_ns = now_ns
+            up = WorkerUp(self._region.rank, self._table.me.incarnation, self._offers)
+            self._mailbox.post(LISTENER, up)
+        if moved:
+            self._spins = 0
+        if not self._active and not warming:
+            return 20
+        self._spins += 1
+        return 0 if self._spins < SPINS else 1
+
+    def _repeat_news(self, now_ns: int) -> None:
+        for key, news in list(self._news.items()):
+            if now_ns >= news.until_ns:
+                del self._news[key]
+            elif now_ns >= news.due_ns:
+                news.due_ns = now_ns + news.pause_ns
+                news.pause_ns = min(2 * news.pause_ns, 1000 * MILLISECOND_NS)
+                self._mailbox.post(key[0], news.message)
+                self._table.count(Counter.RESENDS)
+
+    def _let_go(self) -> None:
+        """Disconnect agents that no ending room needs any more."""
+        for peer in list(self._leaving):
+            if any(room.peer is peer for room in self._active.values()):
+                continue
+            self._leaving.remove(peer)
+            if peer.transport is not None:
+                if peer.warming is not None:
+                    peer.transport.release(peer.warming)
+                peer.transport.disconnect(peer.name)
+            if peer.instance not in self._peers:
+                self._mailbox.unlink(peer.link)
+
+    def close(self) -> None:
+        for transport in self._transports.values():
+            transport.close()

@@ -1,0 +1,199 @@
+"""How a process gets at shared memory: over a Unix socket that hands out descriptors.
+
+Served from the supervisor's loop, because that process never restarts.  Two kinds of client:
+
+* an *engine* (built in or foreign) gets the table, the pools and a wake-up eventfd, and with them a
+  row of its own.  Its connection is its life line: when it closes, the row is buried.
+* a *peer's worker* on the same host gets one region, to copy into it directly.  While its connection
+  is open it may still write there, so `mapped` is what tells the janitor whether a room of that peer
+  can be quiet.
+
+One request and one reply a connection, both msgpack; SOCK_SEQPACKET keeps their borders.  Only
+processes of the same user are served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+from collections import Counter as Multiset
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from pdrt.errors import AttachFailed, PortInUse
+from pdrt.protocol.layout import RegionMap
+from pdrt.protocol.peers import instance_digest
+
+REQUEST_BYTES_MAX = 4096
+REPLY_BYTES_MAX = 65536
+CLIENTS_MAX = 1024
+_PEERCRED = struct.Struct("3i")
+
+
+class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """`kind` "engine": everything, and a row.  "region": the memory of one rank, for `instance`."""
+
+    version: int = 1
+    kind: Literal["engine", "region"]
+    name: Annotated[str, Meta(max_length=64)] = ""
+    rank: Annotated[int, Meta(ge=0, le=255)] = 0
+    instance: Annotated[str, Meta(max_length=64)] = ""
+
+
+class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine needs; the descriptors follow as table, regions by rank, wake eventfd."""
+
+    error: str = ""
+    instance: str = ""
+    row: int = 0
+    incarnation: int = 0
+    maps: tuple[RegionMap, ...] = ()
+    listener: str = ""  # endpoints of local doors
+    workers: tuple[str, ...] = ()
+    listener_row: int = 0
+    worker_rows: tuple[int, ...] = ()
+    resend_s: float = 0.2
+
+
+def bind(address: str) -> socket.socket:
+    """A listening attach socket.  "@name" is abstract: it leaves nothing behind.  Raises PortInUse."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    try:
+        server.bind(_sockaddr(address))
+    except OSError as error:
+        server.close()
+        raise PortInUse(f"attach socket {address}: {error.strerror}; is this role running already?") from None
+    server.listen(128)
+    server.setblocking(False)
+    return server
+
+
+def request(address: str, ask: AttachRequest, *, timeout_s: float = 5.0) -> tuple[AttachReply, list[int], socket.socket]:
+    """Ask a running tree.  Returns the reply, the descriptors, and the connection to hold open.
+    Raises AttachFailed."""
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    client.settimeout(timeout_s)
+    fds: list[int] = []
+    try:
+        client.connect(_sockaddr(address))
+        client.send(msgspec.msgpack.encode(ask))
+        data, fds, _, _ = socket.recv_fds(client, REPLY_BYTES_MAX, 260, socket.MSG_CMSG_CLOEXEC)
+        reply = msgspec.msgpack.decode(data, type=AttachReply)
+    except (OSError, msgspec.MsgspecError) as error:
+        client.close()
+        for fd in fds:
+            os.close(fd)
+        raise AttachFailed(f"no pdrt runtime answers at {address}: {error}") from None
+    if reply.error:
+        client.close()
+        raise AttachFailed(f"{address}: {reply.error}")
+    return reply, fds, client
+
+
+def _sockaddr(address: str) -> str:
+    return "\0" + address[1:] if address.startswith("@") else address
+
+
+class AttachService:
+    """The server's half, driven by the supervisor's loop: `accept` and `ready` never block."""
+
+    def __init__(
+        self,
+        server: socket.socket,
+        *,
+        regions: Sequence[int],
+        answer_engine: Callable[[AttachRequest, int], tuple[AttachReply, list[int]]],
+        engine_gone: Callable[[int], None],
+        watch: Callable[[int, Callable[[], None]], None],
+        unwatch: Callable[[int], None],
+    ) -> None:
+        """`answer_engine(request, pid)` grants a row (or raises AttachFailed); `engine_gone(row)` buries
+        it; `watch(fd, callback)` and `unwatch(fd)` are the loop's."""
+        self._server = server
+        self._regions = regions
+        self._answer_engine = answer_engine
+        self._engine_gone = engine_gone
+        self._watch, self._unwatch = watch, unwatch
+        self._clients: dict[int, socket.socket] = {}
+        self._rows: dict[int, int] = {}
+        self._peers: dict[int, int] = {}
+        self._mapped: Multiset[int] = Multiset()  # by instance digest
+        watch(server.fileno(), self.accept)
+
+    def mapped(self, peer: int) -> bool:
+        """Does a process of that peer (digest of its instance) still map a region of ours?"""
+        return self._mapped[peer] > 0
+
+    def accept(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            client, _ = self._server.accept()
+            uid = _PEERCRED.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))[1]
+            if uid != os.getuid() or len(self._clients) >= CLIENTS_MAX:
+                client.close()
+                return
+            client.setblocking(False)
+            fd = client.fileno()
+            self._clients[fd] = client
+            self._watch(fd, lambda: self._ready(fd))
+
+    def _ready(self, fd: int) -> None:
+        client = self._clients[fd]
+        try:
+            data = client.recv(REQUEST_BYTES_MAX)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data or fd in self._rows or fd in self._peers:  # gone, or talking twice
+            self._drop(fd)
+            return
+        pid = _PEERCRED.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))[0]
+        reply, fds = self._answer(fd, data, pid)
+        try:
+            socket.send_fds(client, [msgspec.msgpack.encode(reply)], fds)
+        except OSError:
+            self._drop(fd)
+            return
+        if reply.error:
+            self._drop(fd)
+
+    def _answer(self, fd: int, data: bytes, pid: int) -> tuple[AttachReply, list[int]]:
+        try:
+            ask = msgspec.msgpack.decode(data, type=AttachRequest)
+        except msgspec.MsgspecError as error:
+            return AttachReply(error=f"not an attach request: {error}"), []
+        if ask.version != 1:
+            return AttachReply(error=f"attach version {ask.version}; this runtime speaks 1"), []
+        if ask.kind == "region":
+            if ask.rank >= len(self._regions) or not ask.instance:
+                return AttachReply(error=f"no region of rank {ask.rank} for {ask.instance!r}"), []
+            self._peers[fd] = peer = instance_digest(ask.instance)
+            self._mapped[peer] += 1
+            return AttachReply(), [self._regions[ask.rank]]
+        try:
+            reply, fds = self._answer_engine(ask, pid)
+        except AttachFailed as error:
+            return AttachReply(error=str(error)), []
+        self._rows[fd] = reply.row
+        return reply, fds
+
+    def _drop(self, fd: int) -> None:
+        self._unwatch(fd)
+        self._clients.pop(fd).close()
+        if (peer := self._peers.pop(fd, None)) is not None:
+            self._mapped[peer] -= 1
+            if self._mapped[peer] <= 0:
+                del self._mapped[peer]
+        if (row := self._rows.pop(fd, None)) is not None:
+            self._engine_gone(row)
+
+    def close(self) -> None:
+        for fd in list(self._clients):
+            self._drop(fd)
+        self._unwatch(self._server.fileno())
+        self._server.close()

@@ -1,0 +1,114 @@
+"""Settings, limits and timeouts.  The only module that reads or sets the environment.
+
+`Settings` is everything one `pdrt-prefill` or `pdrt-decode` was told; it is frozen and travels to
+every child as it is.  The command line (`cli/launch.py`) fills it from flags and PDRT_* variables.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from pdrt.errors import BadConfig
+
+DEFAULT_BOOTSTRAP_PORT = 8998
+TRANSPORTS = ("nixl", "shm")
+MESSAGE_BYTES_MAX = 4 << 20
+
+#: What UCX needs for pdrt's promises, unless the operator says otherwise.  A black-holed TCP link is
+#: noticed after USER_TIMEOUT instead of never.
+UCX_DEFAULTS = {"UCX_TCP_USER_TIMEOUT": "3s", "UCX_LOG_LEVEL": "error"}
+
+
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """All in seconds.  The first three are deadlines of room states; progress renews the third."""
+
+    bootstrap_s: float = 60.0  # the peer's half of the room never appeared
+    waiting_s: float = 60.0  # both halves are known and nothing was posted
+    stall_s: float = 30.0  # bytes stopped moving
+    quiet_s: float = 10.0  # a Failed room is not quiet; then its worker is fenced by a restart
+    beat_s: float = 0.5  # heartbeat to peers
+    peer_s: float = 3.0  # silence after which a peer is lost
+    resend_s: float = 0.2  # first repeat of an unacknowledged message
+    ready_s: float = 60.0  # a child must announce itself
+    engine_ready_s: float = 300.0
+    shutdown_s: float = 5.0  # SIGTERM, then SIGKILL
+    hang_s: float = 5.0  # an actor whose pulse stands still is killed
+    engine_hang_s: float = 60.0
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """One process tree.  See `--help` for the meaning of each flag."""
+
+    role: str  # "prefill" or "decode"
+    model_path: str = ""  # empty: the default model, converted into the cache
+    served_model_name: str = ""
+    host: str = "127.0.0.1"
+    port: int = 30000
+    bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT  # control port; 0 picks a free one
+    advertise_host: str = ""  # what peers dial; default: host
+    supervisor_port: int = 0
+    attach: str = ""  # Unix socket for engines; "@..." is abstract; default: @pdrt-<role>-<control port>
+    devices: tuple[str, ...] = ("cpu:0",)
+    transport: str = "nixl"
+    engine: str = "reference"  # or "none": engines attach from outside
+    page_size: int = 16
+    pool_tokens: int = 32768
+    aux_rows: int = 256
+    rooms_max: int = 65536
+    dtype: str = "float32"
+    chunked_prefill_size: int = 512
+    max_running_requests: int = 32
+    queue_max: int = 256
+    threads: int = 0  # torch threads; 0: half the cores, at least one
+    intensity: int = 10  # restarts allowed within `period_s` before the tree gives up
+    period_s: float = 60.0
+    log_level: str = "info"
+    timeouts: Timeouts = Timeouts()
+
+    def __post_init__(self) -> None:
+        if self.role not in ("prefill", "decode"):
+            raise BadConfig(f"role {self.role!r} is neither prefill nor decode")
+        if self.transport not in TRANSPORTS:
+            raise BadConfig(f"--transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
+        if self.engine not in ("reference", "none"):
+            raise BadConfig(f"--engine {self.engine!r} is neither reference nor none")
+        if not self.devices or len(set(self.devices)) != len(self.devices):
+            raise BadConfig(f"--devices {','.join(self.devices)!r}: give each device once")
+        for device in self.devices:
+            kind, _, index = device.partition(":")
+            if kind != "cpu" or not index.isdecimal():
+                raise BadConfig(f"device {device!r}: only cpu:N is supported so far")
+        for name in ("page_size", "pool_tokens", "aux_rows", "rooms_max", "chunked_prefill_size"):
+            if getattr(self, name) < 1:
+                raise BadConfig(f"--{name.replace('_', '-')} must be at least 1")
+        for name in ("port", "bootstrap_port", "supervisor_port"):
+            if not 0 <= getattr(self, name) <= 65535:
+                raise BadConfig(f"--{name.replace('_', '-')} {getattr(self, name)} is not a port")
+        for name in Timeouts.__struct_fields__:
+            if getattr(self.timeouts, name) <= 0:
+                raise BadConfig(f"--{name.replace('_', '-')} must be positive")
+
+    @property
+    def pages_count(self) -> int:
+        return -(-self.pool_tokens // self.page_size)
+
+    @property
+    def torch_threads(self) -> int:
+        return self.threads or max(1, (os.cpu_count() or 2) // 2)
+
+
+def default_environment(values: Mapping[str, str]) -> None:
+    """Set variables that the operator left unset, for libraries that read the environment only."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+def cache_folder() -> Path:
+    """Where converted models lie: $PDRT_CACHE, else $XDG_CACHE_HOME/pdrt, else ~/.cache/pdrt."""
+    if chosen := os.environ.get("PDRT_CACHE"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pdrt"

@@ -1,0 +1,87 @@
+"""KVReceiver: decode's half of a room, as its engine drives it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pdrt.engine.room import LISTENER, Desk, KVRoom
+from pdrt.errors import IllegalMove
+from pdrt.protocol.messages import Destination, Opened
+from pdrt.protocol.states import Event, KVPoll
+from pdrt.shm_status import Handle
+
+
+class KVReceiver(KVRoom):
+    """init, poll until WaitingForInput, send_metadata, poll until the verdict."""
+
+    def __init__(self, room: int, handles: Sequence[Handle], desk: Desk, peer: str) -> None:
+        super().__init__(room, handles, desk)
+        self._peer = peer
+        self._destinations: list[Destination] = []
+        self._resent_ns = self._pause_ns = 0
+
+    def init(self) -> None:
+        """Ask for the room at its prefill."""
+        self._resent_ns = self._clock()
+        self._post_opened()
+        self._desk.flush()
+
+    def _post_opened(self) -> None:
+        for rank, handle in enumerate(self._handles):
+            opened = Opened(self.room, rank, handle.slot, handle.generation, self._peer)
+            self._desk.mailbox.post(LISTENER, opened)
+
+    def send_metadata(self, pages: NDArray[np.int32], aux_index: int) -> None:
+        """Say where the KV must land.  From here on bytes may land there, until the room is quiet.
+        Raises IllegalMove unless the room is WaitingForInput.  After a failure nothing is sent."""
+        state = self.poll()
+        if state is KVPoll.Failed:
+            return
+        if state is not KVPoll.WaitingForInput:
+            raise IllegalMove(f"room {self.room} is {state.name}; wait for WaitingForInput")
+        now_ns = self._clock()
+        data = np.ascontiguousarray(pages, dtype="<i4").tobytes()
+        for rank, handle in enumerate(self._handles):
+            worker = self._desk.worker(rank)
+            # The move comes before the message: once the destination has left, only a fence or the
+            # worker's death can make these pages quiet, and the table must know it by then.
+            if not self._table.move(
+                handle.slot, handle.generation, Event.DESTINATION_SENT, now_ns=now_ns, owner=worker
+            ):
+                self.poll()
+                return
+            destination = Destination(
+                self.room,
+                rank,
+                handle.slot,
+                handle.generation,
+                self._desk.instance,
+                worker.incarnation,
+                data,
+                aux_index,
+            )
+            self._destinations.append(destination)
+            self._desk.mailbox.post(LISTENER, destination)
+        self._resent_ns = now_ns
+        self._desk.flush()
+
+    def resend(self, now_ns: int, *, restarted: bool) -> bool:
+        """Tell a listener that was restarted, or that may have missed it, about this room again."""
+        if self._verdict is not None:
+            return False
+        handles, table = self._handles, self._table
+        if not restarted:
+            if all(table.taken(h.slot, h.generation) for h in handles):
+                return False
+            self._pause_ns = self._pause_ns or 5 * self._desk.resend_ns
+            if now_ns - self._resent_ns < self._pause_ns:
+                return False
+            self._pause_ns = min(2 * self._pause_ns, 50 * self._desk.resend_ns)
+        self._resent_ns = now_ns
+        self._post_opened()
+        for destination in self._destinations:
+            self._desk.mailbox.post(LISTENER, destination)
+        return True

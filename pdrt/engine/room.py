@@ -1,0 +1,189 @@
+"""One room as an engine holds it: what KVSender and KVReceiver have in common.
+
+A room has a slot for each rank this engine speaks for; its state is the lowest of them.  `poll` makes
+no system call while the room is open.  The pages and the aux row of a room may be reused when it has
+a verdict *and* is quiet; only then can it be cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdrt.clock import Clock
+from pdrt.errors import (
+    Aborted,
+    BadDestination,
+    BootstrapTimeout,
+    Closed,
+    CorruptAux,
+    IllegalMove,
+    PeerLost,
+    ProcessLost,
+    RankFailed,
+    RoomLayoutMismatch,
+    TransferError,
+    TransferStalled,
+    TransportFailed,
+    WaitingTimeout,
+)
+from pdrt.mailbox import Postman
+from pdrt.protocol.messages import Ended
+from pdrt.protocol.peers import TRANSPORT_CODES
+from pdrt.protocol.states import TERMINAL, Event, KVPoll, Reason, agree
+from pdrt.shm_status import Handle, Owner, StatusTable
+
+
+LISTENER = "listener"
+
+#: What each reason is to an engine, and what it means in words.
+FAILURES: dict[Reason, tuple[type[TransferError], str]] = {
+    Reason.NONE: (TransferError, "failed without a reason; this is a bug"),
+    Reason.ABORTED: (Aborted, "aborted on this side"),
+    Reason.CLIENT_GONE: (Aborted, "the client disconnected"),
+    Reason.PEER_ABORTED: (Aborted, "the peer gave the room up"),
+    Reason.BOOTSTRAP_TIMEOUT: (BootstrapTimeout, "the peer's half of the room never appeared"),
+    Reason.WAITING_TIMEOUT: (WaitingTimeout, "both halves were known, and nothing was sent"),
+    Reason.TRANSFER_STALLED: (TransferStalled, "bytes stopped moving"),
+    Reason.PEER_LOST: (PeerLost, "the peer is gone, or no longer knows the room"),
+    Reason.PEER_RESTARTED: (PeerLost, "the peer was restarted"),
+    Reason.PEER_REFUSED: (PeerLost, "the peer refused the room"),
+    Reason.WORKER_DIED: (ProcessLost, "the transfer worker that moved the room died"),
+    Reason.ENGINE_DIED: (ProcessLost, "the engine that opened the room died"),
+    Reason.TRANSPORT_FAILED: (TransportFailed, "the transport lost a write or has no path"),
+    Reason.BAD_DESTINATION: (BadDestination, "pages or aux row lie outside the pool"),
+    Reason.LAYOUT_MISMATCH: (RoomLayoutMismatch, "the two KV layouts differ (ours/theirs)"),
+    Reason.CORRUPT_AUX: (CorruptAux, "the aux row belongs to another room"),
+    Reason.RANK_FAILED: (RankFailed, "another rank of the room failed"),
+    Reason.WORKER_FENCED: (ProcessLost, "the worker was restarted to make other rooms quiet"),
+    Reason.SHUTDOWN: (Aborted, "this side is shutting down"),
+}
+
+
+@dataclass(frozen=True)
+class RoomTimeline:
+    """What happened to a room, for people.  Times in seconds; None for a state it never was in."""
+
+    room: int
+    state: KVPoll
+    reason: Reason
+    transport: str
+    moved_bytes: int
+    chunks: int
+    bootstrapping_s: float | None
+    waiting_s: float | None
+    transferring_s: float | None
+
+
+@dataclass(frozen=True)
+class Desk:
+    """What a room needs of its manager."""
+
+    table: StatusTable
+    mailbox: Postman
+    clock: Clock
+    instance: str
+    flush: Callable[[], None]
+    forget: Callable[[int], None]
+    worker: Callable[[int], Owner]  # the worker that lives now, by rank
+    resend_ns: int
+
+
+class KVRoom:
+    """See the module.  Made by KVManager."""
+
+    def __init__(self, room: int, handles: Sequence[Handle], desk: Desk) -> None:
+        self.room = room
+        self._handles = tuple(handles)  # by rank
+        self._desk = desk
+        self._table = desk.table
+        self._clock = desk.clock
+        self._verdict: KVPoll | None = None
+        self._reason = Reason.NONE
+        self._detail = ""
+        self._cleared = False
+        self._chunks = 0
+
+    def poll(self) -> KVPoll:
+        """State of the room over all ranks.  Ends it if its deadline has passed.  Raises Closed."""
+        if self._verdict is not None:
+            return self._verdict
+        now_ns = self._clock()
+        table = self._table
+        state = agree(table.poll(h.slot, h.generation, now_ns) for h in self._handles)
+        if state in TERMINAL:
+            self._conclude(state, now_ns)
+        return state
+
+    def quiet(self) -> bool:
+        """May the pages and the aux row be reused?  Only after a verdict."""
+        if self._cleared:
+            return True
+        words = [self._table.read(h.slot, h.generation) for h in self._handles]
+        return all(word is not None and word.quiet for word in words)
+
+    def abort(self, reason: Reason = Reason.ABORTED) -> None:
+        """Give the room up; the peer is told.  Nothing happens after a verdict."""
+        if self._verdict is None:
+            self._fault(reason, self._clock())
+            self.poll()
+
+    def failure(self) -> TransferError | None:
+        """Why the room Failed, as an error to raise; None if it did not."""
+        if self.poll() is not KVPoll.Failed:
+            return None
+        error, words = FAILURES[self._reason]
+        return error(self.room, f"{words}: {self._detail}" if self._detail else words)
+
+    def clear(self) -> None:
+        """Free the room's slots; its id may be used again.  Raises IllegalMove unless the room has a
+        verdict and is quiet."""
+        if self._cleared:
+            return
+        if self.poll() not in TERMINAL or not self.quiet():
+            raise IllegalMove(f"room {self.room} is {self.poll().name} and not quiet; abort and wait")
+        for handle in self._handles:
+            self._table.clear(handle.slot, handle.generation)
+        self._cleared = True
+        self._desk.forget(self.room)
+
+    def timeline(self) -> RoomTimeline:
+        """Of the first rank.  Raises Closed after `clear`."""
+        if self._cleared:
+            raise Closed(f"room {self.room} was cleared")
+        handle = self._handles[0]
+        table = self._table
+        entered = table.entered_ns(handle.slot)
+        opened, waiting, moving = entered[1:4]
+        verdict = entered[KVPoll.Success] or entered[KVPoll.Failed]
+        ends = (waiting or verdict, moving or verdict, verdict)
+        spans = [
+            (end - begin) / 1e9 if begin and end else None
+            for begin, end in zip((opened, waiting, moving), ends, strict=True)
+        ]
+        moved_bytes = sum(table.moved_bytes(h.slot, h.generation) for h in self._handles)
+        name = TRANSPORT_CODES[table.transport(handle.slot)]
+        state = self.poll()
+        return RoomTimeline(self.room, state, self._reason, name, moved_bytes, self._chunks, *spans)
+
+    def _fault(self, reason: Reason, now_ns: int) -> None:
+        for h in self._handles:
+            self._table.move(h.slot, h.generation, Event.FAULT, now_ns=now_ns, reason=reason)
+
+    def _conclude(self, state: KVPoll, now_ns: int) -> None:
+        """First sight of the verdict.  One rank's failure is everybody's; the listener is told, since
+        it may have been this process that ended the room."""
+        self._verdict = state
+        if state is KVPoll.Success:
+            return
+        self._fault(Reason.RANK_FAILED, now_ns)
+        for h in self._handles:
+            word = self._table.read(h.slot, h.generation)
+            if word is None or word.state is not KVPoll.Failed:
+                continue
+            if self._reason in (Reason.NONE, Reason.RANK_FAILED):
+                self._reason, self._detail = word.reason, self._table.detail(h.slot)
+            untouched = self._table.entered_ns(h.slot)[KVPoll.Transferring] == 0
+            ended = Ended(h.slot, h.generation, failed=True, reason=word.reason, untouched=untouched)
+            self._desk.mailbox.post(LISTENER, ended)
+        self._desk.flush()

@@ -1,0 +1,67 @@
+"""Frames <-> messages.  Refuses what it does not know, by kind.
+
+A frame is one byte of protocol version family, then a msgpack array of messages.  Grouping what one
+duty cycle has to say to one listener into one frame is what keeps small rooms cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import msgspec
+
+from pdrt.errors import ProtocolError
+from pdrt.protocol.messages import PEER_MESSAGES, AnyMessage
+
+MAGIC = b"\xd7"  # not a valid first byte of UTF-8 text, of ZMTP or of a bare msgpack array
+FRAME_BYTES_MAX = 4 << 20
+MESSAGES_MAX = 4096  # in one frame
+
+
+class Malformed(IntEnum):
+    """Kinds of frames that are counted and dropped."""
+
+    PARTS = 0  # not exactly one frame after the envelope
+    EMPTY = 1
+    OVERSIZED = 2
+    FOREIGN = 3  # another protocol: no magic
+    UNREADABLE = 4  # not msgpack, truncated, or too many messages
+    UNKNOWN = 5  # a tag or a field type that this version does not have
+    NOT_FOR_PEERS = 6  # a local message on the control port
+    VALUE = 7  # well-formed, impossible value
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[AnyMessage])
+
+
+def encode(messages: Sequence[AnyMessage]) -> bytes:
+    """One frame.  Raises ProtocolError(OVERSIZED) when the frame would be refused by the receiver."""
+    frame = MAGIC + _encoder.encode(messages)
+    if len(frame) > FRAME_BYTES_MAX:
+        raise ProtocolError(Malformed.OVERSIZED.name, f"{len(frame)} bytes")
+    return frame
+
+
+def decode(frame: bytes | memoryview, *, from_peer: bool = False) -> list[AnyMessage]:
+    """The messages of a frame.  Raises ProtocolError and nothing else, whatever the bytes are."""
+    if len(frame) == 0:
+        raise ProtocolError(Malformed.EMPTY.name)
+    if len(frame) > FRAME_BYTES_MAX:
+        raise ProtocolError(Malformed.OVERSIZED.name, f"{len(frame)} bytes")
+    if frame[:1] != MAGIC:
+        raise ProtocolError(Malformed.FOREIGN.name)
+    try:
+        messages = _decoder.decode(frame[1:])
+    except msgspec.ValidationError as error:
+        raise ProtocolError(Malformed.UNKNOWN.name, str(error)) from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(Malformed.UNREADABLE.name, str(error)) from None
+    if len(messages) > MESSAGES_MAX:
+        raise ProtocolError(Malformed.UNREADABLE.name, f"{len(messages)} messages")
+    if from_peer:
+        for message in messages:
+            if not isinstance(message, PEER_MESSAGES):
+                raise ProtocolError(Malformed.NOT_FOR_PEERS.name, type(message).__name__)
+    return messages

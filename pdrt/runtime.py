@@ -1,0 +1,360 @@
+"""WHAT RUNS: puts one process tree together, starts it, serves attachments, sweeps, stops.
+
+    supervisor (this process)        attach socket, janitor, health over HTTP
+      ├─ listener                    peers and engines talk to it
+      ├─ worker0, worker1, ...       one a device; own the regions' registration
+      └─ engine                      reference engine, or none and engines attach from outside
+
+Everything that must survive a restart belongs to this process and travels to children as descriptors:
+table, regions, listening sockets, wake-up eventfds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from pdrt import attach, shm_status
+from pdrt.actors.boot import (
+    ENGINES_MAX,
+    FIRST_ENGINE_ROW,
+    FIRST_WORKER_ROW,
+    LISTENER_ROW,
+    SUPERVISOR_ROW,
+    WORKERS_MAX,
+    Boot,
+    local_door,
+    run_listener,
+    run_worker,
+    waker,
+)
+from pdrt.actors.janitor import Janitor
+from pdrt.attach import AttachReply, AttachRequest, AttachService
+from pdrt.child import Descriptor
+from pdrt.clock import monotonic_ns, to_ns
+from pdrt.config import Settings, Timeouts
+from pdrt.errors import AttachFailed, BadConfig, PortInUse
+from pdrt.health import Health, HealthServer, build_app
+from pdrt.metrics import TableCollector, exposition
+from pdrt.protocol.layout import Layout, RegionMap
+from pdrt.protocol.states import KVPoll, Role
+from pdrt.shm_status import INCARNATION_MASK, Owner, StatusTable
+from pdrt.supervision import ChildSpec
+from pdrt.supervisor import Supervisor
+
+SWEEP_S = 0.05
+ENGINE_ROW = FIRST_ENGINE_ROW  # of the built-in engine; foreign ones follow
+
+log = logging.getLogger("pdrt.runtime")
+
+
+@dataclass(frozen=True)
+class EngineChild:
+    """The built-in engine, handed in from above: `target(attach_address, *args)` in its process."""
+
+    target: Callable[..., None]
+    args: tuple[Any, ...]
+
+
+class TableBoard:
+    """The supervisor's board, kept in the status table."""
+
+    def __init__(self, table: StatusTable, names: dict[int, str]) -> None:
+        self._table = table
+        self._names = names
+        self.pids: dict[int, int] = {}  # row -> pid of the living child
+
+    def incarnate(self, row: int, incarnation: int, pid: int) -> None:
+        # 11 bits, and 0 means nobody.
+        self._table.incarnate(row, (incarnation - 1) % INCARNATION_MASK + 1, pid, self._names[row])
+        self.pids[row] = pid
+
+    def ready(self, row: int) -> bool:
+        return self._table.ready(row)
+
+    def pulse(self, row: int) -> int:
+        return self._table.pulse(row)
+
+    def buried(self, row: int, incarnation: int) -> None:
+        self._table.bury(row)
+        self.pids.pop(row, None)
+
+    def failed(self, row: int, detail: str) -> None:
+        log.error("child row=%d has no process: %s", row, detail)
+
+
+class Runtime:
+    """One tree.  Use as a context manager in the main thread: `with Runtime(...) as r: r.run()`."""
+
+    def __init__(self, settings: Settings, layout: Layout, engine: EngineChild | None) -> None:
+        """Reserve memory and sockets.  Raises NoMemory, PortInUse, BadConfig; leaves nothing then."""
+        if layout.ranks > WORKERS_MAX:
+            raise BadConfig(f"{layout.ranks} devices; at most {WORKERS_MAX} are supported")
+        self.settings = settings
+        self.layout = layout
+        self.role = Role[settings.role.upper()]
+        self.instance = secrets.token_hex(8)
+        self._attached_count = 0
+        self.maps = tuple(
+            RegionMap(
+                layout=layout,
+                rank=rank,
+                pages_count=settings.pages_count,
+                aux_rows=settings.aux_rows,
+            )
+            for rank in range(layout.ranks)
+        )
+        with contextlib.ExitStack() as stack:
+            self._reserve(stack)
+            self._assemble(engine)
+            self._owned = stack.pop_all()
+
+    def _reserve(self, stack: contextlib.ExitStack) -> None:
+        settings = self.settings
+        host = settings.host
+        self._control = listen(host, settings.bootstrap_port, "--disaggregation-bootstrap-port")
+        stack.callback(self._control.close)
+        self.control_port: int = self._control.getsockname()[1]
+        self._http = listen(host, settings.supervisor_port, "--supervisor-port")
+        stack.callback(self._http.close)
+        self.supervisor_port: int = self._http.getsockname()[1]
+        self.attach_address = settings.attach or f"@pdrt-{settings.role}-{self.control_port}"
+        self._attach_socket = attach.bind(self.attach_address)
+        stack.callback(self._attach_socket.close)
+        now_ns = monotonic_ns()
+        table_fd = shm_status.create(
+            self.role,
+            rooms_max=settings.rooms_max,
+            instance=bytes.fromhex(self.instance).ljust(16, b"\0"),
+            timeouts_ms=state_timeouts_ms(settings.timeouts),
+            now_ns=now_ns,
+        )
+        stack.callback(os.close, table_fd)
+        self._table_fd = table_fd
+        self.table = StatusTable(table_fd, Owner(SUPERVISOR_ROW, 1))
+        stack.callback(self.table.close)
+        self._region_fds: list[int] = []
+        for region in self.maps:
+            fd = shm_status.memory_fd(f"pdrt-kv{region.rank}", region.length_bytes)
+            stack.callback(os.close, fd)
+            self._region_fds.append(fd)
+        self._wake_fds = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(ENGINES_MAX)]
+        for fd in self._wake_fds:
+            stack.callback(os.close, fd)
+        boot = self._boot = self._describe()
+        doors = [local_door(boot.listener_endpoint)]
+        doors += [local_door(boot.worker_endpoint(rank)) for rank in range(self.layout.ranks)]
+        for door in doors:
+            stack.callback(door.close)
+        self._boot = self._describe(doors)
+
+    def _describe(self, doors: list[socket.socket] | None = None) -> Boot:
+        settings = self.settings
+        advertised = settings.advertise_host or settings.host
+        fds = [door.fileno() for door in doors or []]
+        return Boot(
+            settings=settings,
+            role=self.role,
+            instance=self.instance,
+            boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            layout=self.layout,
+            maps=self.maps,
+            table=Descriptor(self._table_fd),
+            regions=tuple(Descriptor(fd) for fd in self._region_fds),
+            wakes=tuple(Descriptor(fd) for fd in self._wake_fds),
+            control=f"{advertised}:{self.control_port}",
+            control_door=Descriptor(self._control.fileno()),
+            local_door=Descriptor(fds[0] if fds else -1),
+            worker_doors=tuple(Descriptor(fd) for fd in fds[1:]),
+            attach_address=self.attach_address,
+        )
+
+    def _assemble(self, engine: EngineChild | None) -> None:
+        specs = self._specs(engine)
+        self.rows = {spec.name: spec.row for spec in specs}
+        self._names = {spec.row: spec.name for spec in specs}
+        self.board = TableBoard(self.table, self._names)
+        self.supervisor = Supervisor(
+            specs,
+            self.board,
+            deaths_max=self.settings.intensity,
+            period_s=self.settings.period_s,
+        )
+        self.health = Health(
+            self.table,
+            children=self.supervisor.children,
+            clock=monotonic_ns,
+            rows=self.rows,
+            silent_ns=to_ns(max(1.0, self.settings.timeouts.hang_s / 2)),
+        )
+        collector = TableCollector(
+            self.table,
+            role=self.settings.role,
+            restarts=lambda: [(c.name, c.restarts) for c in self.supervisor.children()],
+        )
+        app = build_app(self.health, exposition(collector), self.facts())
+        self._health_server = HealthServer(app, self._http)
+
+    def _specs(self, engine: EngineChild | None) -> list[ChildSpec]:
+        timeouts = self.settings.timeouts
+        common = {"ready_s": timeouts.ready_s, "shutdown_s": timeouts.shutdown_s}
+        hang_s = timeouts.hang_s
+        specs = [
+            ChildSpec(
+                name="listener",
+                target=run_listener,
+                args=(self._boot,),
+                row=LISTENER_ROW,
+                hang_s=hang_s,
+                **common,
+            )
+        ]
+        specs += [
+            ChildSpec(
+                name=f"worker{rank}",
+                target=run_worker,
+                args=(self._boot, rank),
+                row=FIRST_WORKER_ROW + rank,
+                hang_s=hang_s,
+                **common,
+            )
+            for rank in range(self.layout.ranks)
+        ]
+        if engine is not None:
+            specs.append(
+                ChildSpec(
+                    name="engine",
+                    target=engine.target,
+                    args=(self.attach_address, *engine.args),
+                    row=ENGINE_ROW,
+                    ready_s=timeouts.engine_ready_s,
+                    shutdown_s=timeouts.shutdown_s,
+                    hang_s=timeouts.engine_hang_s,
+                )
+            )
+        return specs
+
+    def facts(self) -> dict[str, Any]:
+        """What somebody who wants to attach or to debug needs to know."""
+        return {
+            "role": self.settings.role,
+            "instance": self.instance,
+            "pid": os.getpid(),
+            "control": self._boot.control,
+            "attach": self.attach_address,
+            "supervisor": f"http://{self.settings.host}:{self.supervisor_port}",
+            "devices": list(self.settings.devices),
+            "transport": self.settings.transport,
+            "pages_count": self.settings.pages_count,
+            "page_size": self.layout.page_size,
+            "rooms_max": self.settings.rooms_max,
+        }
+
+    # --- running -----------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._owned.close()
+
+    def run(self) -> str:
+        """Start, supervise until asked to stop, stop; returns the reason.  Raises StartFailed or
+        Escalated after everything is stopped."""
+        with self.supervisor as supervisor:
+            service = AttachService(
+                self._attach_socket,
+                regions=self._region_fds,
+                answer_engine=self._answer_engine,
+                engine_gone=self._engine_gone,
+                watch=supervisor.add_service,
+                unwatch=supervisor.remove_service,
+            )
+            janitor = Janitor(
+                table=self.table,
+                timeouts=self.settings.timeouts,
+                mapped=service.mapped,
+                fence=lambda row, reason: supervisor.restart(self._names[row], reason),
+                wake=waker(self._boot.wakes),
+            )
+            supervisor.add_timer(SWEEP_S, lambda: self._turn(janitor))
+            self._health_server.start()
+            try:
+                return supervisor.run()
+            finally:
+                service.close()
+                self._health_server.stop()
+
+    def _turn(self, janitor: Janitor) -> None:
+        now_ns = monotonic_ns()
+        self.health.turned_ns = now_ns
+        self.table.beat(now_ns)
+        janitor.sweep(now_ns)
+
+    # --- engines -----------------------------------------------------------------------------------
+
+    def _answer_engine(self, ask: AttachRequest, pid: int) -> tuple[AttachReply, list[int]]:
+        row = next((r for r, p in self.board.pids.items() if p == pid and r == ENGINE_ROW), 0)
+        if not row:
+            row = self._free_engine_row(ask, pid)
+        boot = self._boot
+        reply = AttachReply(
+            instance=self.instance,
+            row=row,
+            incarnation=self.table.incarnation(row),
+            maps=self.maps,
+            listener=boot.listener_endpoint,
+            workers=tuple(boot.worker_endpoint(rank) for rank in range(self.layout.ranks)),
+            listener_row=LISTENER_ROW,
+            worker_rows=tuple(FIRST_WORKER_ROW + rank for rank in range(self.layout.ranks)),
+            resend_s=self.settings.timeouts.resend_s,
+        )
+        wake_fd = self._wake_fds[row - FIRST_ENGINE_ROW]
+        return reply, [self._table_fd, *self._region_fds, wake_fd]
+
+    def _free_engine_row(self, ask: AttachRequest, pid: int) -> int:
+        first = ENGINE_ROW + (1 if "engine" in self.rows else 0)
+        for row in range(first, FIRST_ENGINE_ROW + ENGINES_MAX):
+            if self.table.incarnation(row) == 0:
+                self._attached_count += 1
+                incarnation = (self._attached_count - 1) % INCARNATION_MASK + 1
+                self.table.incarnate(row, incarnation, pid, ask.name)
+                return row
+        raise AttachFailed(f"{ENGINES_MAX} engines are attached already")
+
+    def _engine_gone(self, row: int) -> None:
+        if row != self.rows.get("engine"):  # the built-in engine's death is the supervisor's to see
+            self.table.bury(row)
+
+
+def listen(host: str, port: int, flag: str) -> socket.socket:
+    """A listening TCP socket.  Raises PortInUse, BadConfig."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(1024)
+    except OSError as error:
+        listening.close()
+        if isinstance(error, socket.gaierror):
+            raise BadConfig(f"--host {host}: {error.strerror}") from None
+        raise PortInUse(f"{flag} {host}:{port}: {error.strerror}; choose another") from None
+    listening.setblocking(False)
+    return listening
+
+
+def state_timeouts_ms(timeouts: Timeouts) -> dict[KVPoll, int]:
+    """Deadline of each open state in milliseconds, as the table's header carries it."""
+    return {
+        KVPoll.Bootstrapping: int(timeouts.bootstrap_s * 1000),
+        KVPoll.WaitingForInput: int(timeouts.waiting_s * 1000),
+        KVPoll.Transferring: int(timeouts.stall_s * 1000),
+    }

@@ -1,0 +1,117 @@
+"""Decode's half of a request with a room.
+
+    receiver, init -> WaitingForInput -> pages, aux row, send_metadata -> Success -> decode on
+
+Pages for prompt and answer are reserved together: once its KV has landed, a request never waits
+for memory again, so a full pool delays the start of requests and wedges none.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pdrt.errors import AuxFull, BadRequest, CorruptAux, TransferError
+from pdrt.memory.aux import AuxRow
+from pdrt.memory.pages import PageAllocator
+from pdrt.protocol.layout import Layout
+from pdrt.protocol.states import KVPoll
+from pdrt.serving.active import ActiveRequest, Phase
+from pdrt.serving.holdings import Holdings
+from pdrt.serving.rooms import Manager, Receiver
+from pdrt.serving.sampling import Choice
+from pdrt.serving.types import Rendezvous, TokenLogprob
+
+
+class DecodeSide:
+    def __init__(
+        self,
+        manager: Manager,
+        layout: Layout,
+        allocator: PageAllocator,
+        holdings: Holdings,
+        *,
+        default_peer_port: int,
+    ) -> None:
+        self._manager = manager
+        self._layout = layout
+        self._allocator = allocator
+        self._holdings = holdings
+        self._default_peer_port = default_peer_port
+        self._receivers: dict[ActiveRequest, Receiver] = {}
+
+    def open(self, active: ActiveRequest) -> None:
+        rendezvous = active.request.rendezvous
+        assert rendezvous is not None
+        peer = peer_address(rendezvous, self._default_peer_port)
+        receiver = self._manager.receiver(rendezvous.room, peer)
+        active.room = self._receivers[active] = receiver
+        receiver.init()
+
+    def follow(self, active: ActiveRequest) -> None:
+        receiver = self._receivers.get(active)
+        if receiver is None:  # its KV landed; the room is over
+            return
+        state = receiver.poll()
+        if state is KVPoll.Failed:
+            active.note_room()
+            active.fail(receiver.failure() or TransferError(receiver.room, "failed"))
+        elif active.phase is Phase.MEETING and state is KVPoll.WaitingForInput:
+            active.phase = Phase.WAITING
+        elif active.phase is Phase.LANDING and state is KVPoll.Success:
+            self._landed(active, receiver)
+
+    def admit(self, active: ActiveRequest) -> None:
+        pages = self._allocator.allocate(self._layout.pages_for(active.kv_tokens_max))
+        try:
+            active.aux_index = self._manager.aux.reserve()
+        except AuxFull:
+            self._allocator.free(pages)
+            raise
+        active.pages = pages
+        landing = pages[: self._layout.pages_for(active.prompt_count)]
+        self._receivers[active].send_metadata(landing, active.aux_index)
+        active.phase = Phase.LANDING
+
+    def computed(self, active: ActiveRequest, choice: Choice | None) -> None:
+        raise AssertionError("the prompt of a request with a room is computed by its peer")
+
+    def release(self, active: ActiveRequest) -> None:
+        receiver = self._receivers.pop(active, None)
+        if receiver is None:
+            self._allocator.free(active.pages)
+        else:
+            self._holdings.take(receiver, active.pages, active.aux_index)
+        active.pages, active.aux_index, active.room = np.empty(0, dtype=np.int32), None, None
+
+    def _landed(self, active: ActiveRequest, receiver: Receiver) -> None:
+        assert active.aux_index is not None
+        active.note_room()
+        try:
+            row = self._manager.aux.read(active.aux_index, receiver.room)
+        except CorruptAux as error:
+            # The KV beside a foreign row is foreign too.  The verdict stands; the request fails.
+            active.fail(error)
+            return
+        # Success is quiet: the pages are the request's own from here, and the slot is free.
+        del self._receivers[active]
+        none = np.empty(0, dtype=np.int32)
+        self._holdings.take(receiver, none, active.aux_index)
+        active.room, active.aux_index = None, None
+        active.computed_tokens = active.prompt_count
+        active.phase = Phase.DECODING
+        active.accept(_first_choice(row, active.request.sampling.logprobs))
+
+
+def peer_address(rendezvous: Rendezvous, default_port: int) -> str:
+    """host:port of the prefill side's bootstrap port.  Raises BadRequest without a host."""
+    if not rendezvous.host:
+        raise BadRequest("bootstrap_room without bootstrap_host: decode cannot find its prefill")
+    host = f"[{rendezvous.host}]" if ":" in rendezvous.host else rendezvous.host
+    return f"{host}:{rendezvous.port or default_port}"
+
+
+def _first_choice(row: AuxRow, alternatives: int | None) -> Choice:
+    if alternatives is None:
+        return Choice(row.first_token)
+    logprob = TokenLogprob(row.first_token, row.logprob, row.top[:alternatives])
+    return Choice(row.first_token, logprob)

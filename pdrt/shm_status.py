@@ -1,0 +1,593 @@
+"""THE STATUS TABLE: what is in shared memory, drawn here and asserted below.
+
+One sealed memfd, handed on by descriptor, so there is nothing to unlink and nothing to leak.
+
+    +--------+-----------------+----------------------+---------------------------+
+    | header | owners_max x 128 | owners_max x counters | rooms_max slots x 128    |
+    +--------+-----------------+----------------------+---------------------------+
+
+A slot is one room on one rank:
+
+      0      8      16         24      32      40       48               88          96     104
+    +------+------+----------+-------+-------+--------+----------------+-----------+------+--------+
+    | word | room | deadline | moved | taken | opener | entered_ns x 5 | transport | peer | detail |
+    +------+------+----------+-------+-------+--------+----------------+-----------+------+--------+
+
+The word is everything that must change together, and changes only by compare-and-swap:
+
+     63          32 31         21 20    13 12     5  4      3     0
+    +--------------+-------------+--------+--------+-------+-------+
+    | generation   | incarnation | owner  | reason | quiet | state |
+    +--------------+-------------+--------+--------+-------+-------+
+
+An even generation is a free slot, so a zero page reads as all free; an odd one is a live room.
+`deadline`, `moved` and `taken` carry the low 24 bits of the generation above a 40-bit value and change
+by compare-and-swap too: a writer of an older generation can change nothing of a newer room.
+`opener` is the engine that holds the room; `owner` in the word is the worker whose death ends it.
+
+Nothing here is locked: a process killed between any two instructions leaves the table usable.  A slot
+claimed by a process that dies before it publishes the room is freed by the sweep.
+
+What this is *not*: it knows no message, no page and no clock; times are arguments.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from typing import NamedTuple
+
+import numpy as np
+from atomicshm import AtomicView
+from numpy.typing import NDArray
+
+from pdrt.clock import MILLISECOND_NS
+from pdrt.errors import AttachFailed, Closed, NoMemory, TableFull
+from pdrt.protocol.counters import COUNTERS_MAX, Counter, bucket_of
+from pdrt.protocol.states import (
+    MOVES,
+    ON_EXPIRY,
+    Event,
+    KVPoll,
+    Reason,
+    Role,
+    quiet_at,
+)
+
+MAGIC = 0x7064_7274_5F73_6C31  # "pdrt_sl1"
+LAYOUT_VERSION = 1
+HEADER_BYTES = 4096
+OWNERS_MAX = 64
+OWNER_BYTES = 128
+SLOT_BYTES = 128  # two cache lines: neighbours never share a prefetched pair
+HEADER = struct.Struct(
+    "<QIIIIIIQ16s5Q"
+)  # magic version role slots owners counters pid start instance timeouts
+
+ROOM, DEADLINE, MOVED, TAKEN, OPENER, ENTERED = 8, 16, 24, 32, 40, 48
+TRANSPORT, PEER, DETAIL, DETAIL_BYTES = 88, 96, 104, 24
+O_IDENTITY, O_READY, O_PULSE, O_BEAT_NS, O_NAME = 0, 8, 16, 24, 64
+
+STATE_MASK, QUIET_BIT = 0xF, 1 << 4
+REASON_SHIFT, OWNER_SHIFT, INCARNATION_SHIFT, GENERATION_SHIFT = 5, 13, 21, 32
+INCARNATION_MASK = 0x7FF
+CLAIMED = 0xF  # a state of the slot, not of a room: taken, not yet published
+TAG_SHIFT, TAG_MASK, VALUE_MASK = 40, 0xFFFFFF, (1 << 40) - 1
+
+HIGH_WATER = 1024  # in the header: how many slots, from the first, were ever used
+
+assert HEADER.size <= HIGH_WATER < HEADER_BYTES
+assert DETAIL + DETAIL_BYTES <= SLOT_BYTES
+assert ENTERED + 8 * len(KVPoll) == TRANSPORT
+
+_STATES = tuple(KVPoll)
+_EVERYTHING = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+class Handle(NamedTuple):
+    """What a holder of a room keeps.  A stale handle changes nothing."""
+
+    room: int
+    slot: int
+    generation: int
+
+
+class Owner(NamedTuple):
+    """A process as the table knows it.  Row 0 is nobody."""
+
+    row: int
+    incarnation: int
+
+
+class Word(NamedTuple):
+    state: KVPoll
+    quiet: bool
+    reason: Reason
+    owner: Owner
+    generation: int
+
+
+NOBODY = Owner(0, 0)
+
+
+def pack(state: int, quiet: bool, reason: int, owner: Owner, generation: int) -> int:
+    return (
+        state
+        | (QUIET_BIT if quiet else 0)
+        | reason << REASON_SHIFT
+        | owner.row << OWNER_SHIFT
+        | (owner.incarnation & INCARNATION_MASK) << INCARNATION_SHIFT
+        | generation << GENERATION_SHIFT
+    )
+
+
+def unpack(word: int) -> Word:
+    return Word(
+        _STATES[word & STATE_MASK],
+        bool(word & QUIET_BIT),
+        Reason(word >> REASON_SHIFT & 0xFF),
+        Owner(word >> OWNER_SHIFT & 0xFF, word >> INCARNATION_SHIFT & INCARNATION_MASK),
+        word >> GENERATION_SHIFT,
+    )
+
+
+def create(
+    role: Role, *, rooms_max: int, instance: bytes, timeouts_ms: dict[KVPoll, int], now_ns: int
+) -> int:
+    """Make the memfd of a new tree and return its descriptor.  Raises NoMemory."""
+    slots_offset = HEADER_BYTES + OWNERS_MAX * (OWNER_BYTES + COUNTERS_MAX * 8)
+    length_bytes = slots_offset + rooms_max * SLOT_BYTES
+    fd = memory_fd("pdrt-status", length_bytes)
+    timeouts = [timeouts_ms.get(state, 0) for state in _STATES]
+    os.pwrite(
+        fd,
+        HEADER.pack(
+            MAGIC,
+            LAYOUT_VERSION,
+            role,
+            rooms_max,
+            OWNERS_MAX,
+            COUNTERS_MAX,
+            os.getpid(),
+            now_ns,
+            instance,
+            *timeouts,
+        ),
+        0,
+    )
+    return fd
+
+
+def memory_fd(name: str, length_bytes: int) -> int:
+    """A sealed memfd whose memory is reserved, not just sized.  Raises NoMemory."""
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.posix_fallocate(fd, 0, length_bytes)
+    except OSError as error:
+        os.close(fd)
+        raise NoMemory(
+            f"cannot reserve {length_bytes / 2**20:.0f} MiB of shared memory for {name}: {error.strerror}; "
+            "lower --rooms-max or --pool-tokens, or give the host more memory"
+        ) from None
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _EVERYTHING)
+    return fd
+
+
+class StatusTable:
+    """A process's view of the table.  `me` is written as the mover and owns the counters."""
+
+    def __init__(self, fd: int, me: Owner = NOBODY) -> None:
+        """Map the table.  The descriptor stays the caller's.  Raises AttachFailed on a foreign one."""
+        self.map = mmap.mmap(fd, os.fstat(fd).st_size)
+        (
+            magic,
+            version,
+            role,
+            self.rooms_max,
+            owners,
+            counters,
+            self.supervisor_pid,
+            self.started_ns,
+            self.instance,
+            *timeouts,
+        ) = HEADER.unpack_from(self.map)
+        if (magic, version, owners, counters) != (MAGIC, LAYOUT_VERSION, OWNERS_MAX, COUNTERS_MAX):
+            self.map.close()
+            raise AttachFailed(
+                f"not a status table of layout {LAYOUT_VERSION} (magic {magic:#x}, layout {version})"
+            )
+        self.me = me
+        self.role = Role(role)
+        self.timeouts_ms = dict(zip(_STATES, timeouts, strict=True))
+        self._counters = HEADER_BYTES + OWNERS_MAX * OWNER_BYTES
+        self._slots = self._counters + OWNERS_MAX * COUNTERS_MAX * 8
+        self._view = AtomicView(self.map)
+        self._load, self._cas, self._store = (
+            self._view.load_u64,
+            self._view.cas_u64,
+            self._view.store_u64,
+        )
+        self._next = {
+            event: tuple(
+                MOVES[self.role][s, event][0] if (s, event) in MOVES[self.role] else None
+                for s in _STATES
+            )
+            for event in Event
+        }
+        cells = np.frombuffer(self.map, dtype=np.uint64)
+        self._rows = cells[self._slots // 8 :].reshape(self.rooms_max, SLOT_BYTES // 8)
+        self.words: NDArray[np.uint64] = self._rows[:, 0]  # rooms_max words; to read many at once
+        self.counters: NDArray[np.uint64] = cells[self._counters // 8 : self._slots // 8].reshape(
+            OWNERS_MAX, COUNTERS_MAX
+        )
+        self._owners = cells[HEADER_BYTES // 8 : self._counters // 8].reshape(
+            OWNERS_MAX, OWNER_BYTES // 8
+        )
+        self._free: list[int] = []
+        self._cursor = 0
+        self._closed = False
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._view.close()
+            del self._rows, self.words, self.counters, self._owners
+            self.map.close()
+
+    # --- rooms: open, move, read, clear -----------------------------------------------------------
+
+    def open(self, room: int, rank: int, *, now_ns: int) -> Handle:
+        """Claim a free slot and publish a room in Bootstrapping, opened by `me`.  Raises TableFull."""
+        slot, generation = self._claim()
+        at = self._slots + slot * SLOT_BYTES
+        tag = (generation & TAG_MASK) << TAG_SHIFT
+        store = self._store
+        store(at + ROOM, room)
+        store(
+            at + DEADLINE, tag | (now_ns // MILLISECOND_NS + self.timeouts_ms[KVPoll.Bootstrapping])
+        )
+        store(at + MOVED, tag)
+        store(at + TAKEN, tag)
+        store(at + OPENER, self.me.row | self.me.incarnation << 8 | rank << 40)
+        for state in _STATES:
+            store(at + ENTERED + 8 * state, 0)
+        store(at + ENTERED + 8 * KVPoll.Bootstrapping, now_ns)
+        store(at + TRANSPORT, 0)
+        store(at + PEER, 0)
+        for offset in range(DETAIL, DETAIL + DETAIL_BYTES, 8):
+            store(at + offset, 0)
+        store(at, pack(KVPoll.Bootstrapping, False, 0, NOBODY, generation))
+        self.count(Counter.ROOMS_OPENED)
+        return Handle(room, slot, generation)
+
+    def _claim(self) -> tuple[int, int]:
+        for _ in range(2 + self.rooms_max // 1024):
+            while self._free:
+                slot = self._free.pop()
+                at = self._slots + slot * SLOT_BYTES
+                word = self._load(at)
+                generation = word >> GENERATION_SHIFT
+                if generation & 1:
+                    continue
+                generation = (generation + 1) & 0xFFFFFFFF
+                if self._cas(at, word, pack(CLAIMED, False, 0, self.me, generation)) == word:
+                    self._raise_high_water(slot + 1)
+                    return slot, generation
+            self._find_free()
+        self.count(Counter.ROOMS_REFUSED)
+        raise TableFull(
+            f"all {self.rooms_max} room slots are in use; raise --rooms-max or send less at once"
+        )
+
+    def _raise_high_water(self, used: int) -> None:
+        """Slots from here on were never used, so that scans of a quiet table cost nothing."""
+        seen = self._load(HIGH_WATER)
+        while seen < used:
+            previous = self._cas(HIGH_WATER, seen, used)
+            if previous == seen:
+                return
+            seen = previous
+
+    def _find_free(self) -> None:
+        """Look at the next 1,024 slots.  Only a guess: the CAS decides."""
+        end = min(self._cursor + 1024, self.rooms_max)
+        block = self.words[self._cursor : end]
+        found = np.flatnonzero((block >> np.uint64(GENERATION_SHIFT) & np.uint64(1)) == 0)
+        self._free.extend((found[::-1] + self._cursor).tolist())
+        self._cursor = 0 if end == self.rooms_max else end
+
+    def move(
+        self,
+        slot: int,
+        generation: int,
+        event: Event,
+        *,
+        now_ns: int,
+        reason: Reason = Reason.NONE,
+        owner: Owner | None = None,
+    ) -> bool:
+        """Apply an event.  True if the room is now where the event leads; False if it is over, stale or
+        the event does not apply (all normal, law 1).  `owner` becomes the process whose death ends the room."""
+        if not 0 <= slot < self.rooms_max:
+            return False
+        at = self._slots + slot * SLOT_BYTES
+        after_of = self._next[event]
+        word = self._load(at)
+        while True:
+            state = word & STATE_MASK
+            if word >> GENERATION_SHIFT != generation or state == CLAIMED:
+                return False
+            after = after_of[state]
+            if after is None:
+                return False
+            quiet = quiet_at(_STATES[state], after)
+            new = (
+                after
+                | (QUIET_BIT if quiet else 0)
+                | reason << REASON_SHIFT
+                | (word & (0x7FFFF << OWNER_SHIFT) if owner is None else 0)
+                | generation << GENERATION_SHIFT
+            )
+            if owner is not None:
+                new |= (
+                    owner.row << OWNER_SHIFT
+                    | (owner.incarnation & INCARNATION_MASK) << INCARNATION_SHIFT
+                )
+            timeout_ms = self.timeouts_ms[after]
+            if timeout_ms:
+                self.renew(slot, generation, now_ns, timeout_ms)
+            if new == word:
+                return True
+            seen = self._cas(at, word, new)
+            if seen == word:
+                self._entered(at, state, after, reason, quiet, now_ns)
+                return True
+            word = seen
+
+    def _entered(
+        self, at: int, state: int, after: KVPoll, reason: Reason, quiet: bool, now_ns: int
+    ) -> None:
+        """Times and counters of a move this process has just made.  Statistics, never the truth."""
+        store, load = self._store, self._load
+        if after != state:
+            store(at + ENTERED + 8 * after, now_ns)
+        if after in (KVPoll.Failed, KVPoll.Success):
+            room_ns = max(0, now_ns - load(at + ENTERED + 8 * KVPoll.Bootstrapping))
+            self.count(
+                Counter.VERDICT_SUCCESS if after else Counter(Counter.VERDICT_FAILED),
+                1,
+                0 if after else reason,
+            )
+            self.count(Counter.ROOM_NS, room_ns)
+            self.count(Counter.ROOM_BUCKET, 1, bucket_of(room_ns))
+            began_ns = load(at + ENTERED + 8 * KVPoll.Transferring)
+            if after and began_ns:
+                self.count(Counter.TRANSFER_NS, max(0, now_ns - began_ns))
+                self.count(Counter.TRANSFER_BUCKET, 1, bucket_of(now_ns - began_ns))
+
+    def set_quiet(self, slot: int, generation: int) -> bool:
+        """Record that no byte of this finished room can move any more.  True if this call did it."""
+        if not 0 <= slot < self.rooms_max:
+            return False
+        at = self._slots + slot * SLOT_BYTES
+        word = self._load(at)
+        while word >> GENERATION_SHIFT == generation and word & STATE_MASK in (
+            KVPoll.Failed,
+            KVPoll.Success,
+        ):
+            if word & QUIET_BIT:
+                return False
+            seen = self._cas(at, word, word | QUIET_BIT)
+            if seen == word:
+                return True
+            word = seen
+        return False
+
+    def poll(self, slot: int, generation: int, now_ns: int) -> KVPoll:
+        """State of a room; ends it first if its deadline has passed (law 2).  No system call.
+        Raises Closed if the handle is stale."""
+        at = self._slots + slot * SLOT_BYTES
+        word = self._load(at)
+        if word >> GENERATION_SHIFT != generation:
+            raise Closed(f"slot {slot}: generation {generation} is over; the room was cleared")
+        state = word & STATE_MASK
+        if 0 < state < 4:
+            deadline = self._load(at + DEADLINE)
+            if (
+                deadline >> TAG_SHIFT == generation & TAG_MASK
+                and deadline & VALUE_MASK < now_ns // MILLISECOND_NS
+            ):
+                self.expire(slot, generation, word, now_ns)
+                return _STATES[self._load(at) & STATE_MASK]
+        return _STATES[state]
+
+    def expire(self, slot: int, generation: int, word: int, now_ns: int) -> None:
+        """End a room whose deadline has passed, unless it moved since `word` was read."""
+        state = _STATES[word & STATE_MASK]
+        quiet = quiet_at(state, KVPoll.Failed)
+        reason = ON_EXPIRY[state]
+        keep = word & (0x7FFFF << OWNER_SHIFT)
+        new = (
+            KVPoll.Failed
+            | (QUIET_BIT if quiet else 0)
+            | reason << REASON_SHIFT
+            | keep
+            | generation << GENERATION_SHIFT
+        )
+        at = self._slots + slot * SLOT_BYTES
+        if self._cas(at, word, new) == word:
+            self._entered(at, state, KVPoll.Failed, reason, quiet, now_ns)
+            self.count(Counter.DEADLINES)
+
+    def poll_many(
+        self, slots: NDArray[np.intp], generations: NDArray[np.uint64], now_ns: int
+    ) -> NDArray[np.uint8]:
+        """States of many rooms in one pass, deadlines enforced.  255 marks a stale handle."""
+        words = self.words[slots]
+        states = (words & np.uint64(STATE_MASK)).astype(np.uint8)
+        fresh = words >> np.uint64(GENERATION_SHIFT) == generations
+        deadlines = self._rows[slots, DEADLINE // 8]
+        late = (deadlines & np.uint64(VALUE_MASK)) < np.uint64(now_ns // MILLISECOND_NS)
+        late &= fresh & (states > 0) & (states < 4)
+        for i in np.flatnonzero(late).tolist():
+            states[i] = self.poll(int(slots[i]), int(generations[i]), now_ns)
+        states[~fresh] = 255
+        return states
+
+    def read(self, slot: int, generation: int) -> Word | None:
+        """The word of a room, or None if the handle is stale or was never valid."""
+        if not 0 <= slot < self.rooms_max:
+            return None
+        word = self._load(self._slots + slot * SLOT_BYTES)
+        if word >> GENERATION_SHIFT != generation or word & STATE_MASK == CLAIMED:
+            return None
+        return unpack(word)
+
+    def clear(self, slot: int, generation: int) -> bool:
+        """Free the slot of a quiet verdict.  False if the room is open, not quiet, or cleared already."""
+        at = self._slots + slot * SLOT_BYTES
+        word = self._load(at)
+        if word >> GENERATION_SHIFT != generation or not word & QUIET_BIT:
+            return False
+        if self._cas(at, word, ((generation + 1) & 0xFFFFFFFF) << GENERATION_SHIFT) != word:
+            return False
+        self._free.append(slot)
+        return True
+
+    def discard(self, slot: int, generation: int) -> None:
+        """Undo an `open` that nobody has been told of."""
+        at = self._slots + slot * SLOT_BYTES
+        word = self._load(at)
+        if word >> GENERATION_SHIFT == generation:
+            self._cas(at, word, ((generation + 1) & 0xFFFFFFFF) << GENERATION_SHIFT)
+
+    # --- what travels beside the word -------------------------------------------------------------
+
+    def renew(self, slot: int, generation: int, now_ns: int, timeout_ms: int) -> None:
+        """Move the deadline to now + timeout.  Nothing happens to a newer room in the slot."""
+        self._tagged(slot, generation, DEADLINE, now_ns // MILLISECOND_NS + timeout_ms)
+
+    def renew_state(self, slot: int, generation: int, now_ns: int) -> None:
+        """Renew by the timeout of the state the room is in (progress, or the peer lives)."""
+        word = self.read(slot, generation)
+        if word is not None and self.timeouts_ms[word.state]:
+            self.renew(slot, generation, now_ns, self.timeouts_ms[word.state])
+
+    def set_moved(self, slot: int, generation: int, length_bytes: int) -> None:
+        self._tagged(slot, generation, MOVED, length_bytes)
+
+    def set_taken(self, slot: int, generation: int, count: int) -> None:
+        """Acknowledge to the engine: chunks accepted (prefill), destination delivered (decode)."""
+        self._tagged(slot, generation, TAKEN, count)
+
+    def taken(self, slot: int, generation: int) -> int:
+        value = self._load(self._slots + slot * SLOT_BYTES + TAKEN)
+        return value & VALUE_MASK if value >> TAG_SHIFT == generation & TAG_MASK else 0
+
+    def moved_bytes(self, slot: int, generation: int) -> int:
+        value = self._load(self._slots + slot * SLOT_BYTES + MOVED)
+        return value & VALUE_MASK if value >> TAG_SHIFT == generation & TAG_MASK else 0
+
+    def _tagged(self, slot: int, generation: int, field: int, value: int) -> None:
+        at = self._slots + slot * SLOT_BYTES + field
+        tag = generation & TAG_MASK
+        old = self._load(at)
+        if old >> TAG_SHIFT == tag:
+            self._cas(at, old, tag << TAG_SHIFT | (value & VALUE_MASK))
+
+    def set_path(self, slot: int, transport: int, peer: int) -> None:
+        """Which transport and which peer instance (64-bit digest) the room uses; before PEER_KNOWN."""
+        at = self._slots + slot * SLOT_BYTES
+        self._store(at + TRANSPORT, transport)
+        self._store(at + PEER, peer)
+
+    def set_detail(self, slot: int, detail: str) -> None:
+        """A few words for people on why the room is about to fail; before the FAULT."""
+        at = self._slots + slot * SLOT_BYTES + DETAIL
+        data = detail.encode("ascii", "replace")[:DETAIL_BYTES].ljust(DETAIL_BYTES, b"\0")
+        for offset in range(0, DETAIL_BYTES, 8):
+            self._store(at + offset, int.from_bytes(data[offset : offset + 8], "little"))
+
+    def detail(self, slot: int) -> str:
+        at = self._slots + slot * SLOT_BYTES + DETAIL
+        return self.map[at : at + DETAIL_BYTES].rstrip(b"\0").decode("ascii", "replace")
+
+    def transport(self, slot: int) -> int:
+        """Code of the transport of the room in the slot (`protocol.peers`)."""
+        return self._load(self._slots + slot * SLOT_BYTES + TRANSPORT)
+
+    def opener_row(self, slot: int) -> int:
+        """Row of the engine that opened the room in the slot."""
+        return self._load(self._slots + slot * SLOT_BYTES + OPENER) & 0xFF
+
+    def entered_ns(self, slot: int) -> tuple[int, ...]:
+        """When the room entered each state, by KVPoll number; 0 if it did not."""
+        return tuple(int(v) for v in self._rows[slot, ENTERED // 8 : TRANSPORT // 8])
+
+    # --- many rooms at once: listener, janitor, health --------------------------------------------
+
+    def live_slots(self) -> NDArray[np.intp]:
+        """Slots that hold a room, in one pass."""
+        used = self.words[: self._load(HIGH_WATER)]
+        return np.flatnonzero(used >> np.uint64(GENERATION_SHIFT) & np.uint64(1))
+
+    def slots_opened_by(self, row: int, *, but: int) -> int:
+        """How many rooms an engine row holds from incarnations other than `but`."""
+        slots = self.live_slots()
+        openers = self._rows[slots, OPENER // 8]
+        theirs = (openers & np.uint64(0xFF)) == row
+        other = (openers >> np.uint64(8) & np.uint64(INCARNATION_MASK)) != but
+        return int(np.count_nonzero(theirs & other))
+
+    def rows(self, slots: NDArray[np.intp]) -> NDArray[np.uint64]:
+        """Copies of whole slots, (len, 16) u64 in the order drawn above."""
+        return self._rows[slots]
+
+    # --- processes ---------------------------------------------------------------------------------
+
+    def incarnate(self, row: int, incarnation: int, pid: int, name: str) -> None:
+        """Supervisor: a new process takes the row.  It is not ready yet."""
+        at = HEADER_BYTES + row * OWNER_BYTES
+        self.map[at + O_NAME : at + O_NAME + 32] = name.encode()[:32].ljust(32, b"\0")
+        self._store(at + O_IDENTITY, (incarnation & INCARNATION_MASK) << 32 | pid)
+
+    def bury(self, row: int) -> None:
+        """Supervisor: the process is gone (its pidfd fired).  Its rooms may be swept."""
+        self._store(HEADER_BYTES + row * OWNER_BYTES + O_IDENTITY, 0)
+
+    def beat(self, now_ns: int) -> None:
+        """A process: I am turning.  `me` must be set."""
+        at = HEADER_BYTES + self.me.row * OWNER_BYTES
+        self._store(at + O_BEAT_NS, now_ns)
+        self._view.fetch_add_u64(at + O_PULSE, 1)
+
+    def announce_ready(self) -> None:
+        self._store(HEADER_BYTES + self.me.row * OWNER_BYTES + O_READY, self.me.incarnation)
+
+    def ready(self, row: int) -> bool:
+        """Has the present incarnation of the row announced itself?"""
+        at = HEADER_BYTES + row * OWNER_BYTES
+        identity = self._load(at + O_IDENTITY)
+        return identity != 0 and self._load(at + O_READY) & INCARNATION_MASK == identity >> 32
+
+    def pulse(self, row: int) -> int:
+        return self._load(HEADER_BYTES + row * OWNER_BYTES + O_PULSE)
+
+    def beat_ns(self, row: int) -> int:
+        return self._load(HEADER_BYTES + row * OWNER_BYTES + O_BEAT_NS)
+
+    def incarnation(self, row: int) -> int:
+        """Incarnation (11 bits) that lives in the row now; 0 if none."""
+        return self._load(HEADER_BYTES + row * OWNER_BYTES + O_IDENTITY) >> 32
+
+    def incarnations(self) -> NDArray[np.uint64]:
+        """Living incarnation of every row, (owners_max,)."""
+        return self._owners[:, 0] >> np.uint64(32)
+
+    def count(self, counter: Counter, amount: int = 1, offset: int = 0) -> None:
+        """Add to a counter of `me`.  Wait-free; one writer each."""
+        self._view.fetch_add_u64(
+            self._counters + (self.me.row * COUNTERS_MAX + counter + offset) * 8, amount
+        )

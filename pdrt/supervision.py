@@ -1,0 +1,155 @@
+"""The data and the arithmetic of supervision.  Starts nothing, watches nothing: see `supervisor`.
+
+The words are OTP's: a spec says what to run and how it may die; a limit on deaths within a period
+says when restarting has become pointless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Protocol
+
+from pdrt.errors import BadConfig, DeploymentError, PdrtError
+
+BACKOFF_S, BACKOFF_MAX_S = 0.1, 2.0
+
+
+class Restart(Enum):
+    PERMANENT = "permanent"  # always restarted
+    TRANSIENT = "transient"  # restarted unless it ended with exit code 0
+    TEMPORARY = "temporary"  # never restarted
+
+    def applies(self, exit_code: int | None) -> bool:
+        """None: it could not even be launched."""
+        return self is Restart.PERMANENT or (self is Restart.TRANSIENT and exit_code != 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildSpec:
+    """What to run and how it may die.  Data, so a test can read the whole tree."""
+
+    name: str
+    target: Callable[..., None]
+    args: tuple[Any, ...] = ()
+    row: int  # its row on the board
+    restart: Restart = Restart.PERMANENT
+    ready_s: float = 30.0  # from launch to ready, else it is killed
+    shutdown_s: float = 5.0  # from SIGTERM to SIGKILL
+    hang_s: float = 5.0  # once ready: no change of its pulse for so long, and it is killed
+
+    def __post_init__(self) -> None:
+        # A child has a `__main__` of its own; this one would not be found there.
+        if self.target.__module__ == "__main__":
+            raise BadConfig(f"{self.name}: move {self.target.__qualname__} out of the main module")
+
+
+class Board(Protocol):
+    """One row a child, in memory that supervisor and children share.
+
+    The supervisor calls these; the child raises `ready` and moves `pulse` by means of its own.
+    `buried` and `failed` may raise: that is logged and counted.
+    """
+
+    def incarnate(self, row: int, incarnation: int, pid: int) -> None:
+        """Called with pid 0 before the launch: the row is not ready now.  Called once more with the
+        pid after it: record that and touch nothing else, for the child may have been faster."""
+
+    def ready(self, row: int) -> bool:
+        """Whether the incarnation that was announced last has said that it is ready."""
+
+    def pulse(self, row: int) -> int:
+        """Any change, however small, is a sign of life; the number itself means nothing here."""
+
+    def buried(self, row: int, incarnation: int) -> None:
+        """No process of this incarnation exists any more, nor one it forked.  Comes after its death
+        was seen and before the next `incarnate`, once for each launched process."""
+
+    def failed(self, row: int, detail: str) -> None:
+        """The row has no process and gets none by itself, or has one that cannot be killed."""
+
+
+class Phase(Enum):
+    """Where a child is.
+
+    IDLE ──► STARTING ──► UP             supervised
+                 └───┬─────┘
+                     ├──► STOPPING       SIGTERM sent; shutdown_s to go
+                     ├──► KILLED         SIGKILL sent; kill_s to go
+                     │      └──► QUARANTINED    it survived: reported, and no twin is started
+                     ▼
+                  BURYING                pidfd fired, reaped; what it forked has to go too
+                     ├──► BACKOFF ──► STARTING     restarted
+                     └──► DONE                     not restarted
+    """
+
+    IDLE = "idle"
+    STARTING = "starting"
+    UP = "up"
+    STOPPING = "stopping"
+    KILLED = "killed"
+    BURYING = "burying"
+    BACKOFF = "backoff"
+    DONE = "done"
+    QUARANTINED = "quarantined"
+
+
+SUPERVISED = frozenset({Phase.STARTING, Phase.UP})
+DYING = frozenset({Phase.STOPPING, Phase.KILLED, Phase.BURYING})
+IN_MOTION = DYING | {Phase.STARTING, Phase.BACKOFF}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildState:
+    """What health may know of a child: a copy, at most one beat old."""
+
+    name: str
+    phase: Phase
+    pid: int | None
+    incarnation: int  # 1 is the first; grows with each launch
+    restarts: int  # after deaths; deliberate ones are not counted
+    cause: str  # of the last death; empty before the first
+    uptime_s: float  # since launch; 0 without a process
+
+
+def deaths_within(deaths_ns: Iterable[int], now_ns: int, *, period_ns: int) -> int:
+    return sum(1 for died_ns in deaths_ns if died_ns > now_ns - period_ns)
+
+
+def restarts_allowed(
+    deaths_ns: Iterable[int], now_ns: int, *, deaths_max: int, period_ns: int
+) -> bool:
+    """False once more than deaths_max of them fell inside the last period."""
+    return deaths_within(deaths_ns, now_ns, period_ns=period_ns) <= deaths_max
+
+
+def backoff_s(deaths_recent: int) -> float:
+    """The first restart is immediate; only repeated deaths make the next one wait."""
+    if deaths_recent <= 1:
+        return 0.0
+    return min(BACKOFF_S * 2.0 ** min(deaths_recent - 2, 16), BACKOFF_MAX_S)
+
+
+class StartFailed(DeploymentError):
+    """A child was not ready in time, or died first.  Everything started before it is stopped."""
+
+    code = "start_failed"
+    exit_code = 69
+
+    def __init__(self, name: str, cause: str) -> None:
+        super().__init__(f"{name} did not start: {cause}")
+        self.name = name
+        self.cause = cause
+
+
+class Escalated(PdrtError):
+    """Children die faster than restarting them may help; whoever runs us must decide."""
+
+    code = "escalated"
+    exit_code = 70
+
+    def __init__(self, name: str, cause: str, *, deaths_max: int, period_s: float) -> None:
+        super().__init__(f"more than {deaths_max} deaths in {period_s:g} s; last {name}: {cause}")
+        self.name = name
+        self.cause = cause

@@ -1,0 +1,79 @@
+"""What a child is given, and how it ends by itself."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pickle
+import threading
+
+import pytest
+
+from pdrt.child import Descriptor
+from pdrt.supervisor import Phase, Restart
+from tests.supervisor import kids
+from tests.supervisor.kids import DEADLINE_S, MemoryBoard, only, spec, supervised, turn_until
+
+
+def test_several_descriptors_reach_the_child_and_no_further(board: MemoryBoard) -> None:
+    (r1, w1), (r2, w2) = os.pipe(), os.pipe()
+    child = spec(board, 0, kids.writes, Descriptor(w1), Descriptor(w2))
+    with supervised(child, board=board) as supervisor:
+        supervisor.start()
+        assert os.read(r1, 100) == b"first 0 2"
+        assert os.read(r2, 100) == b"second"
+    for fd in (r1, w1, r2, w2):
+        os.close(fd)
+
+
+def test_a_descriptor_is_pickled_for_a_child_only() -> None:
+    with pytest.raises(RuntimeError):
+        pickle.dumps(Descriptor(0))
+
+
+def test_a_child_is_named_leads_its_session_and_imports_no_main(board: MemoryBoard) -> None:
+    r, w = os.pipe()
+    child = spec(board, 0, kids.describes_itself, Descriptor(w), name="transfer-worker-0")
+    with supervised(child, board=board) as supervisor:
+        supervisor.start()
+        facts = ast.literal_eval(os.read(r, 1000).decode())
+    os.close(r)
+    os.close(w)
+    assert facts == ["transfer-worker", True, None, [], True]
+
+
+def test_children_are_launched_from_the_main_thread_only(board: MemoryBoard) -> None:
+    errors: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            supervised(spec(board, 0, kids.steady), board=board).__enter__()
+        except AssertionError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join(DEADLINE_S)
+    assert len(errors) == 1
+
+
+def test_an_exception_in_the_target_is_exit_code_1_with_a_traceback(
+    board: MemoryBoard, capfd: pytest.CaptureFixture[str]
+) -> None:
+    child = spec(board, 0, kids.fails, restart=Restart.TEMPORARY)
+    with supervised(child, board=board) as supervisor:
+        supervisor.start()
+        turn_until(supervisor, lambda: only(supervisor).phase is Phase.DONE, "its end")
+        assert only(supervisor).cause == "exit code 1"
+    assert "RuntimeError: this child fails on purpose" in capfd.readouterr().err
+
+
+def test_a_thread_that_dies_ends_its_process(
+    board: MemoryBoard, capfd: pytest.CaptureFixture[str]
+) -> None:
+    child = spec(board, 0, kids.loses_a_thread, restart=Restart.TEMPORARY)
+    with supervised(child, board=board) as supervisor:
+        supervisor.start()
+        turn_until(supervisor, lambda: only(supervisor).phase is Phase.DONE, "its end")
+        assert only(supervisor).cause == "exit code 1"
+    assert "this thread fails on purpose" in capfd.readouterr().err

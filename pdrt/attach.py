@@ -4,9 +4,9 @@ Served from the supervisor's loop, because that process never restarts.  Two kin
 
 * an *engine* (built in or foreign) gets the table, the pools and a wake-up eventfd, and with them a
   row of its own.  Its connection is its life line: when it closes, the row is buried.
-* a *peer's worker* on the same host gets one region, to copy into it directly.  While its connection
-  is open it may still write there, so `mapped` is what tells the janitor whether a room of that peer
-  can be quiet.
+* a *peer's worker* on the same host gets one region, to copy into it directly.  While its
+  connection is open it may still write there, so `mapped` is what tells the janitor whether a
+  room of that peer can be quiet.
 
 One request and one reply a connection, both msgpack; SOCK_SEQPACKET keeps their borders.  Only
 processes of the same user are served.
@@ -61,19 +61,24 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bind(address: str) -> socket.socket:
-    """A listening attach socket.  "@name" is abstract: it leaves nothing behind.  Raises PortInUse."""
+    """A listening attach socket.  "@name" is abstract: it leaves nothing behind.  Raises
+    PortInUse."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         server.bind(_sockaddr(address))
     except OSError as error:
         server.close()
-        raise PortInUse(f"attach socket {address}: {error.strerror}; is this role running already?") from None
+        raise PortInUse(
+            f"attach socket {address}: {error.strerror}; is this role running already?"
+        ) from None
     server.listen(128)
     server.setblocking(False)
     return server
 
 
-def request(address: str, ask: AttachRequest, *, timeout_s: float = 5.0) -> tuple[AttachReply, list[int], socket.socket]:
+def request(
+    address: str, ask: AttachRequest, *, timeout_s: float = 5.0
+) -> tuple[AttachReply, list[int], socket.socket]:
     """Ask a running tree.  Returns the reply, the descriptors, and the connection to hold open.
     Raises AttachFailed."""
     client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
@@ -112,8 +117,8 @@ class AttachService:
         watch: Callable[[int, Callable[[], None]], None],
         unwatch: Callable[[int], None],
     ) -> None:
-        """`answer_engine(request, pid)` grants a row (or raises AttachFailed); `engine_gone(row)` buries
-        it; `watch(fd, callback)` and `unwatch(fd)` are the loop's."""
+        """`answer_engine(request, pid)` grants a row (or raises AttachFailed); `engine_gone(row)`
+        buries it; `watch(fd, callback)` and `unwatch(fd)` are the loop's."""
         self._server = server
         self._regions = regions
         self._answer_engine = answer_engine
@@ -132,7 +137,9 @@ class AttachService:
     def accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
             client, _ = self._server.accept()
-            uid = _PEERCRED.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))[1]
+            uid = _PEERCRED.unpack(
+                client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+            )[1]
             if uid != os.getuid() or len(self._clients) >= CLIENTS_MAX:
                 client.close()
                 return
@@ -152,7 +159,9 @@ class AttachService:
         if not data or fd in self._rows or fd in self._peers:  # gone, or talking twice
             self._drop(fd)
             return
-        pid = _PEERCRED.unpack(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size))[0]
+        pid = _PEERCRED.unpack(
+            client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
+        )[0]
         reply, fds = self._answer(fd, data, pid)
         try:
             socket.send_fds(client, [msgspec.msgpack.encode(reply)], fds)

@@ -36,7 +36,7 @@ PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
 
 # sys.path comes first: without it `pdrt` itself might not be found.
-_BOOT = (
+BOOT = (
     "import sys, pickle; payload = open(int(sys.argv[1]), 'rb'); "
     "sys.path[:] = pickle.load(payload); "
     "from pdrt.child import run_child; run_child(payload)"
@@ -186,7 +186,7 @@ def launch(name: str, target: Callable[..., None], args: tuple[Any, ...]) -> Chi
         # The helper is private to the stdlib, which uses it for the same purpose: -W, -X, -O, ...
         flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
         popen = subprocess.Popen(
-            [sys.executable, *flags, "-c", _BOOT, str(memory), f"pdrt:{name}"],
+            [sys.executable, *flags, "-c", BOOT, str(memory), f"pdrt:{name}"],
             stdin=subprocess.DEVNULL,
             pass_fds=(memory, *fds),
             start_new_session=True,
@@ -230,7 +230,7 @@ def parent_pidfd() -> int:
 
 
 def run_child(payload: BinaryIO) -> NoReturn:
-    """Tie this process to its supervisor, then run the target.  Entered from `_BOOT` only."""
+    """Tie this process to its supervisor, then run the target.  Entered from `BOOT` only."""
     os.set_inheritable(payload.fileno(), False)
     name, supervisor_pid = pickle.load(payload)
     # Before the target is unpickled: that imports its module, which may take long.

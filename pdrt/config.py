@@ -18,8 +18,8 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 TRANSPORTS = ("nixl", "shm")
 MESSAGE_BYTES_MAX = 4 << 20
 
-#: What UCX needs for pdrt's promises, unless the operator says otherwise.  A black-holed TCP link is
-#: noticed after USER_TIMEOUT instead of never.
+#: What UCX needs for pdrt's promises, unless the operator says otherwise.  A black-holed TCP link
+#: is noticed after USER_TIMEOUT instead of never.
 UCX_DEFAULTS = {"UCX_TCP_USER_TIMEOUT": "3s", "UCX_LOG_LEVEL": "error"}
 
 
@@ -51,7 +51,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT  # control port; 0 picks a free one
     advertise_host: str = ""  # what peers dial; default: host
     supervisor_port: int = 0
-    attach: str = ""  # Unix socket for engines; "@..." is abstract; default: @pdrt-<role>-<control port>
+    attach: str = (
+        ""  # Unix socket for engines; "@..." is abstract; default: @pdrt-<role>-<control port>
+    )
     devices: tuple[str, ...] = ("cpu:0",)
     transport: str = "nixl"
     engine: str = "reference"  # or "none": engines attach from outside

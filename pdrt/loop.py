@@ -106,11 +106,12 @@ class Loop:
         due_ns = [timer.due_ns for timer in self._timers] + list(self._rests_ns.values())
         for at_ns in due_ns:
             wait_s = min(wait_s, (at_ns - self.now_ns) / SECOND_NS)
-        for key, _ in self._selector.select(max(0.0, wait_s)):
-            key.data()
-        clock_ns = self._clock()
+        events = self._selector.select(max(0.0, wait_s))
+        clock_ns = self._clock()  # before the callbacks: they start new deadlines
         self.now_ns += min(clock_ns - self.clock_ns, to_ns(GAP_MAX_S))
         self.clock_ns = clock_ns
+        for key, _ in events:
+            key.data()
         self._end_rests()
         for timer in self._timers:
             if self.now_ns >= timer.due_ns:

@@ -1,11 +1,12 @@
 """The only file that knows ZMQ: doors (bound), links (connected), bounded queues, no blocking send.
 
-A process has one mailbox.  A *door* is a ROUTER on a listening descriptor that the supervisor owns, so
-that nobody is refused while this process restarts.  A *link* is a DEALER to somebody's door.
+A process has one mailbox.  A *door* is a ROUTER on a listening descriptor that the supervisor
+owns, so that nobody is refused while this process restarts.  A *link* is a DEALER to somebody's
+door.
 
-`post` collects what a duty cycle has to say, `flush` sends one frame to each addressee.  A send never
-blocks: when a queue is full the frame is dropped and counted, and every message that matters is sent
-again by its sender until it is acknowledged (protocol/messages.py says by whom).
+`post` collects what a duty cycle has to say, `flush` sends one frame to each addressee.  A send
+never blocks: when a queue is full the frame is dropped and counted, and every message that matters
+is sent again by its sender until it is acknowledged (protocol/messages.py says by whom).
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from pdrt.protocol.codec import Malformed
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import AnyMessage
 
-Address = str | tuple[str, bytes]  # a link by name, or (door, routing id) of somebody who wrote to us
+#: A link by name, or (door, routing id) of somebody who wrote to us.
+Address = str | tuple[str, bytes]
 Envelope = tuple[Address, AnyMessage]
 Count = Callable[[Counter, int, int], None]
 
@@ -52,7 +54,8 @@ class Mailbox:
         self._doors: dict[str, zmq.Socket[bytes]] = {}
         self._links: dict[str, zmq.Socket[bytes]] = {}
         self._endpoints: dict[str, str] = {}
-        self._names: dict[zmq.Socket[bytes], tuple[str, bool, bool]] = {}  # name, is door, from peer
+        #: Of each socket: its name, whether it is a door, whether peers are at its other end.
+        self._names: dict[zmq.Socket[bytes], tuple[str, bool, bool]] = {}
         self._outgoing: dict[Address, list[AnyMessage]] = {}
 
     def open_door(self, name: str, endpoint: str, fd: int, *, from_peer: bool) -> None:
@@ -67,8 +70,8 @@ class Mailbox:
         self._poller.register(socket, zmq.POLLIN)
 
     def link(self, name: str, endpoint: str, *, from_peer: bool = False) -> None:
-        """Connect to a door.  Returns at once; frames wait in the bounded queue meanwhile.  The same
-        name and endpoint again is no news; another endpoint replaces the link."""
+        """Connect to a door.  Returns at once; frames wait in the bounded queue meanwhile.  The
+        same name and endpoint again is no news; another endpoint replaces the link."""
         if self._endpoints.get(name) == endpoint:
             return
         self.unlink(name)

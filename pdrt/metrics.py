@@ -111,7 +111,8 @@ class TableCollector:
         for state in KVPoll:
             rooms.add_metric([self._role, state.name], int(states[state]))
         yield rooms
-        unquiet = int(np.count_nonzero((states_of(words) == 0) & (words & np.uint64(QUIET_BIT) == 0)))
+        failed = words[(words & np.uint64(STATE_MASK)) == KVPoll.Failed]
+        unquiet = int(np.count_nonzero(failed & np.uint64(QUIET_BIT) == 0))
         gauge = GaugeMetricFamily(
             "pdrt_rooms_unquiet", "Failed rooms whose bytes may still move", labels=["role"]
         )
@@ -122,12 +123,8 @@ class TableCollector:
         yield room_max
 
 
-def states_of(words: np.ndarray[tuple[int, ...], np.dtype[np.uint64]]) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
-    return words & np.uint64(STATE_MASK)
-
-
 def exposition(collector: TableCollector) -> Callable[[], bytes]:
     """A function that renders the text format of one collector."""
     registry = CollectorRegistry()
-    registry.register(collector)  # type: ignore[arg-type]
+    registry.register(collector)
     return lambda: generate_latest(registry)

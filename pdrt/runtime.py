@@ -5,8 +5,8 @@
       ├─ worker0, worker1, ...       one a device; own the regions' registration
       └─ engine                      reference engine, or none and engines attach from outside
 
-Everything that must survive a restart belongs to this process and travels to children as descriptors:
-table, regions, listening sockets, wake-up eventfds.
+Everything that must survive a restart belongs to this process and travels to children as
+descriptors: table, regions, listening sockets, wake-up eventfds.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class Runtime:
     """One tree.  Use as a context manager in the main thread: `with Runtime(...) as r: r.run()`."""
 
     def __init__(self, settings: Settings, layout: Layout, engine: EngineChild | None) -> None:
-        """Reserve memory and sockets.  Raises NoMemory, PortInUse, BadConfig; leaves nothing then."""
+        """Reserve memory and sockets.  Raises NoMemory, PortInUse, BadConfig; leaves nothing
+        then."""
         if layout.ranks > WORKERS_MAX:
             raise BadConfig(f"{layout.ranks} devices; at most {WORKERS_MAX} are supported")
         self.settings = settings
@@ -145,7 +146,9 @@ class Runtime:
             fd = shm_status.memory_fd(f"pdrt-kv{region.rank}", region.length_bytes)
             stack.callback(os.close, fd)
             self._region_fds.append(fd)
-        self._wake_fds = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(ENGINES_MAX)]
+        self._wake_fds = [
+            os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(ENGINES_MAX)
+        ]
         for fd in self._wake_fds:
             stack.callback(os.close, fd)
         boot = self._boot = self._describe()
@@ -204,27 +207,21 @@ class Runtime:
 
     def _specs(self, engine: EngineChild | None) -> list[ChildSpec]:
         timeouts = self.settings.timeouts
-        common = {"ready_s": timeouts.ready_s, "shutdown_s": timeouts.shutdown_s}
-        hang_s = timeouts.hang_s
-        specs = [
-            ChildSpec(
-                name="listener",
-                target=run_listener,
-                args=(self._boot,),
-                row=LISTENER_ROW,
-                hang_s=hang_s,
-                **common,
+
+        def actor(name: str, row: int, target: Callable[..., None], *args: Any) -> ChildSpec:
+            return ChildSpec(
+                name=name,
+                target=target,
+                args=(self._boot, *args),
+                row=row,
+                ready_s=timeouts.ready_s,
+                shutdown_s=timeouts.shutdown_s,
+                hang_s=timeouts.hang_s,
             )
-        ]
+
+        specs = [actor("listener", LISTENER_ROW, run_listener)]
         specs += [
-            ChildSpec(
-                name=f"worker{rank}",
-                target=run_worker,
-                args=(self._boot, rank),
-                row=FIRST_WORKER_ROW + rank,
-                hang_s=hang_s,
-                **common,
-            )
+            actor(f"worker{rank}", FIRST_WORKER_ROW + rank, run_worker, rank)
             for rank in range(self.layout.ranks)
         ]
         if engine is not None:
@@ -257,7 +254,7 @@ class Runtime:
             "rooms_max": self.settings.rooms_max,
         }
 
-    # --- running -----------------------------------------------------------------------------------
+    # --- running ---------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         return self
@@ -298,7 +295,7 @@ class Runtime:
         self.table.beat(now_ns)
         janitor.sweep(now_ns)
 
-    # --- engines -----------------------------------------------------------------------------------
+    # --- engines ---------------------------------------------------------------------------------
 
     def _answer_engine(self, ask: AttachRequest, pid: int) -> tuple[AttachReply, list[int]]:
         row = next((r for r, p in self.board.pids.items() if p == pid and r == ENGINE_ROW), 0)

@@ -21,12 +21,12 @@ The word is everything that must change together, and changes only by compare-an
     +--------------+-------------+--------+--------+-------+-------+
 
 An even generation is a free slot, so a zero page reads as all free; an odd one is a live room.
-`deadline`, `moved` and `taken` carry the low 24 bits of the generation above a 40-bit value and change
-by compare-and-swap too: a writer of an older generation can change nothing of a newer room.
+`deadline`, `moved` and `taken` carry the low 24 bits of the generation above a 40-bit value and
+change by compare-and-swap too: a writer of an older generation can change nothing of a newer room.
 `opener` is the engine that holds the room; `owner` in the word is the worker whose death ends it.
 
-Nothing here is locked: a process killed between any two instructions leaves the table usable.  A slot
-claimed by a process that dies before it publishes the room is freed by the sweep.
+Nothing here is locked: a process killed between any two instructions leaves the table usable.  A
+slot claimed by a process that dies before it publishes the room is freed by the sweep.
 
 What this is *not*: it knows no message, no page and no clock; times are arguments.
 """
@@ -168,8 +168,8 @@ def memory_fd(name: str, length_bytes: int) -> int:
     except OSError as error:
         os.close(fd)
         raise NoMemory(
-            f"cannot reserve {length_bytes / 2**20:.0f} MiB of shared memory for {name}: {error.strerror}; "
-            "lower --rooms-max or --pool-tokens, or give the host more memory"
+            f"cannot reserve {length_bytes / 2**20:.0f} MiB of shared memory for {name}: "
+            f"{error.strerror}; lower --rooms-max or --pool-tokens, or give the host more memory"
         ) from None
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _EVERYTHING)
     return fd
@@ -179,7 +179,8 @@ class StatusTable:
     """A process's view of the table.  `me` is written as the mover and owns the counters."""
 
     def __init__(self, fd: int, me: Owner = NOBODY) -> None:
-        """Map the table.  The descriptor stays the caller's.  Raises AttachFailed on a foreign one."""
+        """Map the table.  The descriptor stays the caller's.  Raises AttachFailed on a foreign
+        one."""
         self.map = mmap.mmap(fd, os.fstat(fd).st_size)
         (
             magic,
@@ -196,7 +197,8 @@ class StatusTable:
         if (magic, version, owners, counters) != (MAGIC, LAYOUT_VERSION, OWNERS_MAX, COUNTERS_MAX):
             self.map.close()
             raise AttachFailed(
-                f"not a status table of layout {LAYOUT_VERSION} (magic {magic:#x}, layout {version})"
+                f"not a status table of layout {LAYOUT_VERSION} "
+                f"(magic {magic:#x}, layout {version})"
             )
         self.me = me
         self.role = Role(role)
@@ -236,10 +238,11 @@ class StatusTable:
             del self._rows, self.words, self.counters, self._owners
             self.map.close()
 
-    # --- rooms: open, move, read, clear -----------------------------------------------------------
+    # --- rooms: open, move, read, clear ----------------------------------------------------------
 
     def open(self, room: int, rank: int, *, now_ns: int) -> Handle:
-        """Claim a free slot and publish a room in Bootstrapping, opened by `me`.  Raises TableFull."""
+        """Claim a free slot and publish a room in Bootstrapping, opened by `me`.  Raises
+        TableFull."""
         slot, generation = self._claim()
         at = self._slots + slot * SLOT_BYTES
         tag = (generation & TAG_MASK) << TAG_SHIFT
@@ -308,8 +311,9 @@ class StatusTable:
         reason: Reason = Reason.NONE,
         owner: Owner | None = None,
     ) -> bool:
-        """Apply an event.  True if the room is now where the event leads; False if it is over, stale or
-        the event does not apply (all normal, law 1).  `owner` becomes the process whose death ends the room."""
+        """Apply an event.  True if the room is now where the event leads; False if it is over,
+        stale or the event does not apply (all normal, law 1).  `owner` becomes the process whose
+        death ends the room."""
         if not 0 <= slot < self.rooms_max:
             return False
         at = self._slots + slot * SLOT_BYTES
@@ -368,7 +372,8 @@ class StatusTable:
                 self.count(Counter.TRANSFER_BUCKET, 1, bucket_of(now_ns - began_ns))
 
     def set_quiet(self, slot: int, generation: int) -> bool:
-        """Record that no byte of this finished room can move any more.  True if this call did it."""
+        """Record that no byte of this finished room can move any more.  True if this call did
+        it."""
         if not 0 <= slot < self.rooms_max:
             return False
         at = self._slots + slot * SLOT_BYTES
@@ -446,7 +451,8 @@ class StatusTable:
         return unpack(word)
 
     def clear(self, slot: int, generation: int) -> bool:
-        """Free the slot of a quiet verdict.  False if the room is open, not quiet, or cleared already."""
+        """Free the slot of a quiet verdict.  False if the room is open, not quiet, or cleared
+        already."""
         at = self._slots + slot * SLOT_BYTES
         word = self._load(at)
         if word >> GENERATION_SHIFT != generation or not word & QUIET_BIT:
@@ -463,7 +469,7 @@ class StatusTable:
         if word >> GENERATION_SHIFT == generation:
             self._cas(at, word, ((generation + 1) & 0xFFFFFFFF) << GENERATION_SHIFT)
 
-    # --- what travels beside the word -------------------------------------------------------------
+    # --- what travels beside the word ------------------------------------------------------------
 
     def renew(self, slot: int, generation: int, now_ns: int, timeout_ms: int) -> None:
         """Move the deadline to now + timeout.  Nothing happens to a newer room in the slot."""
@@ -498,7 +504,8 @@ class StatusTable:
             self._cas(at, old, tag << TAG_SHIFT | (value & VALUE_MASK))
 
     def set_path(self, slot: int, transport: int, peer: int) -> None:
-        """Which transport and which peer instance (64-bit digest) the room uses; before PEER_KNOWN."""
+        """Which transport and which peer instance (64-bit digest) the room uses; before
+        PEER_KNOWN."""
         at = self._slots + slot * SLOT_BYTES
         self._store(at + TRANSPORT, transport)
         self._store(at + PEER, peer)
@@ -526,7 +533,7 @@ class StatusTable:
         """When the room entered each state, by KVPoll number; 0 if it did not."""
         return tuple(int(v) for v in self._rows[slot, ENTERED // 8 : TRANSPORT // 8])
 
-    # --- many rooms at once: listener, janitor, health --------------------------------------------
+    # --- many rooms at once: listener, janitor, health -------------------------------------------
 
     def live_slots(self) -> NDArray[np.intp]:
         """Slots that hold a room, in one pass."""
@@ -545,7 +552,7 @@ class StatusTable:
         """Copies of whole slots, (len, 16) u64 in the order drawn above."""
         return self._rows[slots]
 
-    # --- processes ---------------------------------------------------------------------------------
+    # --- processes -------------------------------------------------------------------------------
 
     def incarnate(self, row: int, incarnation: int, pid: int, name: str) -> None:
         """Supervisor: a new process takes the row.  It is not ready yet."""

@@ -149,7 +149,12 @@ def descriptors_since(before: dict[int, str]) -> list[str]:
     """One line for each descriptor that leaked."""
     gc.collect()  # an unclosed object in a reference cycle is no leak yet
     new = {fd: target for fd, target in open_descriptors().items() if before.get(fd) != target}
-    strict = {fd: target for fd, target in new.items() if _is_strict(fd, target)}
+    # pytest's capture duplicates the descriptors of its output as it goes on and off.
+    strict = {
+        fd: target
+        for fd, target in new.items()
+        if _is_strict(fd, target) and target not in before.values()
+    }
     counted = strict if len(new) - len(strict) <= SPARE_DESCRIPTORS else new
     return [_describe_descriptor(fd, target) for fd, target in sorted(counted.items())]
 
@@ -230,12 +235,17 @@ class LeakCheck:
     """The plugin.  A leaked process is an error of its test; anything else fails the session."""
 
     def __init__(self) -> None:
+        self.before = Census()
+        self.leaked: list[str] = []
+        self.first_seen: dict[str, str] = {}  # descriptor's line -> test after which it was there
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionstart(self) -> None:
+        """The census comes last: by now pytest and its plugins have opened what they keep."""
         os.environ[MARKER] = "1"
         # spawn starts a tracker that lives as long as this process: have it in the census.
         resource_tracker.ensure_running()
         self.before = Census()
-        self.leaked: list[str] = []
-        self.first_seen: dict[str, str] = {}  # descriptor's line -> test after which it was there
 
     @pytest.fixture(autouse=True)
     def leaves_no_process(self, request: pytest.FixtureRequest) -> Generator[None]:

@@ -1,4 +1,5 @@
-"""From a description to a running actor: what each child process does before and around its loop."""
+"""From a description to a running actor: what each child process does before and around its
+loop."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ def waker(wakes: Sequence[Descriptor]) -> Callable[[int], None]:
 def _enter(boot: Boot, row: int) -> tuple[StatusTable, Mailbox]:
     logging.basicConfig(
         level=boot.settings.log_level.upper(),
-        format=f"%(asctime)s %(levelname)s %(name)s role={boot.settings.role} pid=%(process)d %(message)s",
+        format="%(asctime)s %(levelname)s %(name)s "
+        f"role={boot.settings.role} pid=%(process)d %(message)s",
     )
     table = StatusTable(boot.table.fd)
     table.me = Owner(row, table.incarnation(row))
@@ -136,7 +138,9 @@ def run_worker(boot: Boot, rank: int) -> None:
     """A transfer worker's process."""
     default_environment(UCX_DEFAULTS)  # before NIXL is imported
     table, mailbox = _enter(boot, FIRST_WORKER_ROW + rank)
-    mailbox.open_door("worker", boot.worker_endpoint(rank), boot.worker_doors[rank].fd, from_peer=False)
+    mailbox.open_door(
+        "worker", boot.worker_endpoint(rank), boot.worker_doors[rank].fd, from_peer=False
+    )
     mailbox.link(LISTENER, boot.listener_endpoint)
     region_map = boot.maps[rank]
     region = Region(boot.regions[rank].fd, region_map.length_bytes)

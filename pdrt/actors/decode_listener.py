@@ -96,7 +96,7 @@ class DecodeListener:
         self._failing: dict[Handle, Room] = {}  # prefill has yet to know, or memory to become quiet
         self._scanned_ns = self._beaten_ns = 0
 
-    # --- messages ----------------------------------------------------------------------------------
+    # --- messages --------------------------------------------------------------------------------
 
     def handle(self, sender: Address, message: AnyMessage, now_ns: int) -> None:
         match message:
@@ -131,7 +131,7 @@ class DecodeListener:
         room = self._rooms.get(slot)
         return room if room is not None and room.handle.generation == generation else None
 
-    # --- prefills ----------------------------------------------------------------------------------
+    # --- prefills --------------------------------------------------------------------------------
 
     def _on_prefill(
         self, sender: Address, message: HelloReply | Introduced | Resync | Heartbeat, now_ns: int
@@ -160,7 +160,8 @@ class DecodeListener:
                 self._renew(message, now_ns)
 
     def _renew(self, beat: Heartbeat, now_ns: int) -> None:
-        """Prefill still serves these rooms of ours: their wait is for its queue, not for a ghost."""
+        """Prefill still serves these rooms of ours: their wait is for its queue, not for a
+        ghost."""
         pairs = np.frombuffer(beat.rooms[: len(beat.rooms) // 16 * 16], dtype="<u8").reshape(-1, 2)
         for slot, generation in pairs.tolist():
             room = self._find(slot, generation)
@@ -181,7 +182,7 @@ class DecodeListener:
                 self._table.set_detail(room.handle.slot, prefill.detail)
             self._fault(room, reason, now_ns)
 
-    # --- rooms -------------------------------------------------------------------------------------
+    # --- rooms -----------------------------------------------------------------------------------
 
     def _on_opened(self, opened: Opened, now_ns: int) -> None:
         handle = Handle(opened.room, opened.slot, opened.generation)
@@ -285,7 +286,7 @@ class DecodeListener:
         if self._table.set_quiet(slot, generation):
             self._wake(self._table.opener_row(slot))
 
-    # --- a room ends -------------------------------------------------------------------------------
+    # --- a room ends -----------------------------------------------------------------------------
 
     def _fault(self, room: Room, reason: Reason, now_ns: int, *, tell: bool = True) -> None:
         handle = room.handle
@@ -334,7 +335,7 @@ class DecodeListener:
         if self._rooms.get(room.handle.slot) is room:
             del self._rooms[room.handle.slot]
 
-    # --- time --------------------------------------------------------------------------------------
+    # --- time ------------------------------------------------------------------------------------
 
     def tick(self, now_ns: int) -> int:
         if now_ns - self._scanned_ns < SCAN_NS:

@@ -1,7 +1,7 @@
 """The decodes that introduced themselves to a prefill: hello, compatibility, and the path to each.
 
-A decode is ready when every worker of ours has warmed its path to the decode's agent of the same rank.
-Whatever is lost here is asked for again with `Resync`.
+A decode is ready when every worker of ours has warmed its path to the decode's agent of the same
+rank. Whatever is lost here is asked for again with `Resync`.
 """
 
 from __future__ import annotations

@@ -98,7 +98,9 @@ class Janitor:
             if unquiet[i]:
                 failed_ns = int(rows[i, ENTERED // 8])
                 others = int(moving[owner_rows[i]])
-                self._settle(rows[i], slot, generation, bool(owner_dead[i]), now_ns - failed_ns, others)
+                self._settle(
+                    rows[i], slot, generation, bool(owner_dead[i]), now_ns - failed_ns, others
+                )
             if opener_dead[i] and table.clear(slot, generation):
                 changed += 1
         return changed

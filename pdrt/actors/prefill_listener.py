@@ -106,7 +106,7 @@ class PrefillListener:
         self._successes: OrderedDict[tuple[str, int, int], Landed] = OrderedDict()
         self._scanned_ns = 0
 
-    # --- messages ----------------------------------------------------------------------------------
+    # --- messages --------------------------------------------------------------------------------
 
     def handle(self, sender: Address, message: AnyMessage, now_ns: int) -> None:
         match message:
@@ -159,7 +159,7 @@ class PrefillListener:
         epoch = self._table.me.incarnation
         self._mailbox.post(sender, Heartbeat(self._instance, epoch, rooms))
 
-    # --- a room and its destination meet -----------------------------------------------------------
+    # --- a room and its destination meet ---------------------------------------------------------
 
     def _adopt(self, handle: Handle, rank: int, now_ns: int) -> None:
         """Take note of a room that is open in the table."""
@@ -188,8 +188,7 @@ class PrefillListener:
         room = self._by_id.get(key)
         reason = self._refusal(destination, decode)
         if room is None and reason is Reason.NONE:
-            mine = destination.slot, destination.generation, destination.instance
-            if self._past(sender, *key, *mine):
+            if self._past(sender, destination):
                 return
             if len(self._early) >= MEMORY_MAX:
                 reason = Reason.PEER_REFUSED
@@ -246,27 +245,23 @@ class PrefillListener:
             deliver = Deliver(handle.slot, handle.generation, room.destination)
             self._mailbox.post(worker_link(room.rank), deliver)
 
-    # --- decode asks, decode gives up --------------------------------------------------------------
+    # --- decode asks, decode gives up ------------------------------------------------------------
 
-    def _past(
-        self, sender: Address, room: int, rank: int, slot: int, generation: int, instance: str
-    ) -> bool:
+    def _past(self, sender: Address, asked: Destination | Expect) -> bool:
         """Answer for a room that is over here.  False if nothing is remembered of it."""
-        landed = self._successes.get((instance, slot, generation))
+        key = (asked.room, asked.rank)
+        landed = self._successes.get((asked.instance, asked.slot, asked.generation))
         if landed is not None:
             self._mailbox.post(sender, landed)
             return True
-        tombstone = self._tombstones.get((room, rank))
+        tombstone = self._tombstones.get(key)
         if tombstone is None:
             return False
-        same_decode = tombstone.instance == instance
-        if same_decode and (tombstone.slot, tombstone.generation) != (slot, generation):
-            del self._tombstones[room, rank]  # decode gave that one up and uses the id again
+        theirs = tombstone.slot, tombstone.generation
+        if tombstone.instance == asked.instance and theirs != (asked.slot, asked.generation):
+            del self._tombstones[key]  # decode gave that one up and uses the id again
             return False
-        reason = tombstone.reason
-        self._mailbox.post(
-            sender, Abort(room, rank, slot, generation, instance, reason, quiet=True)
-        )
+        self._mailbox.post(sender, self._abort_for(asked, tombstone.reason, quiet=True))
         return True
 
     def _on_expect(self, sender: Address, expect: Expect) -> None:
@@ -278,7 +273,7 @@ class PrefillListener:
                 room.slot, room.generation = expect.slot, expect.generation
             return
         mine = expect.slot, expect.generation, expect.instance
-        if self._past(sender, *key, *mine) or not expect.sent or key in self._early:
+        if self._past(sender, expect) or not expect.sent or key in self._early:
             return
         if not any((r.slot, r.generation, r.instance) == mine for r in self._failing.values()):
             # We took its destination once and do not know the room: it is over, how is forgotten.
@@ -306,7 +301,7 @@ class PrefillListener:
             AbortTaken(*key, abort.slot, abort.generation, abort.instance, quiet),
         )
 
-    # --- a room ends -------------------------------------------------------------------------------
+    # --- a room ends -----------------------------------------------------------------------------
 
     def _fault(self, room: Room, reason: Reason, now_ns: int, *, tell: bool = True) -> None:
         """End a room; the peer is told unless it was the one who said so."""
@@ -428,7 +423,7 @@ class PrefillListener:
         if len(memory) > MEMORY_MAX:
             memory.popitem(last=False)
 
-    # --- time --------------------------------------------------------------------------------------
+    # --- time ------------------------------------------------------------------------------------
 
     def tick(self, now_ns: int) -> int:
         if now_ns - self._scanned_ns >= SCAN_NS:

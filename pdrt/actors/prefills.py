@@ -1,9 +1,9 @@
 """The prefills a decode talks to: one link each, dialled when a room first names it.
 
-    DIALLING --HelloReply--> INTRODUCING --Introduced--> READY
-        ^  Resync, silence, another instance, or a restarted worker of ours (back to INTRODUCING)
-    REFUSED: layouts or versions differ, or no transport; asked again after a while, since the
-    deployment may be mended
+DIALLING --HelloReply--> INTRODUCING --Introduced--> READY
+    ^  Resync, silence, another instance, or a restarted worker of ours (back to INTRODUCING)
+REFUSED: layouts or versions differ, or no transport; asked again after a while, since the
+deployment may be mended
 """
 
 from __future__ import annotations
@@ -129,7 +129,12 @@ class Prefills:
             detail = reply.detail
             if reply.layout:
                 detail = self._name_difference(reply.layout)
-            self._refuse(prefill, Reason.LAYOUT_MISMATCH if reply.layout else Reason.PEER_REFUSED, detail, now_ns)
+            self._refuse(
+                prefill,
+                Reason.LAYOUT_MISMATCH if reply.layout else Reason.PEER_REFUSED,
+                detail,
+                now_ns,
+            )
         elif prefill.stage in (Stage.DIALLING, Stage.REFUSED):
             prefill.stage, prefill.refusal, prefill.detail = Stage.INTRODUCING, Reason.NONE, ""
             self._introduce(prefill, now_ns)
@@ -158,9 +163,7 @@ class Prefills:
         epoch = self._table.me.incarnation
         self._mailbox.post(
             prefill.link,
-            Introduction(
-                self._instance, epoch, self._control, self._boot_id, agents, self._serial
-            ),
+            Introduction(self._instance, epoch, self._control, self._boot_id, agents, self._serial),
         )
 
     def on_introduced(self, prefill: Prefill, introduced: Introduced, now_ns: int) -> bool:

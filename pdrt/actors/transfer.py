@@ -3,8 +3,8 @@
 Prefill's worker takes chunks from its engine and destinations from its listener, writes, and gives
 the verdict.  Decode's worker only keeps its region reachable.  A room's life here:
 
-    Chunk, Destination (any order) -> write ... write (last, with the aux row) -> all DONE -> Success,
-    then `Landed` to decode's listener until it answers
+    Chunk, Destination (any order) -> write ... write (last, with the aux row) -> all DONE ->
+    Success, then `Landed` to decode's listener until it answers
 
     Failed by anybody -> release, fence -> quiet, then `Fenced` to our listener
 
@@ -142,7 +142,7 @@ class TransferWorker:
         self._spins = SPINS
         self._may_log = Throttle()
 
-    # --- messages ----------------------------------------------------------------------------------
+    # --- messages --------------------------------------------------------------------------------
 
     def handle(self, sender: Address, message: AnyMessage, now_ns: int) -> None:
         match message:
@@ -198,7 +198,7 @@ class TransferWorker:
         room.remote_pages = np.frombuffer(destination.pages, dtype="<i4")
         self._post(room, now_ns)
 
-    # --- peers -------------------------------------------------------------------------------------
+    # --- peers -----------------------------------------------------------------------------------
 
     def _on_peer_up(self, up: PeerUp, now_ns: int) -> None:
         name = f"{up.instance}.{up.agent.rank}#{up.agent.epoch}"
@@ -258,13 +258,14 @@ class TransferWorker:
         )
 
     def _dismiss(self, peer: Peer, now_ns: int) -> None:
-        """The agent is gone or was replaced: its rooms fail, and it is forgotten when they are quiet."""
+        """The agent is gone or was replaced: its rooms fail, and it is forgotten when they are
+        quiet."""
         peer.gone = True
         self._leaving.append(peer)
         for room in [r for r in self._rooms.values() if r.peer is peer]:
             self._fault(room, Reason.PEER_LOST, now_ns)
 
-    # --- writing -----------------------------------------------------------------------------------
+    # --- writing ---------------------------------------------------------------------------------
 
     def _post(self, room: Room, now_ns: int) -> None:
         """Post every chunk that can go now: its destination is known and the peer is warm."""
@@ -282,7 +283,11 @@ class TransferWorker:
         handle = room.handle
         for chunk in chunks:
             if not self._table.move(
-                handle.slot, handle.generation, Event.CHUNK_POSTED, now_ns=now_ns, owner=self._table.me
+                handle.slot,
+                handle.generation,
+                Event.CHUNK_POSTED,
+                now_ns=now_ns,
+                owner=self._table.me,
             ):
                 self._check(room, now_ns)
                 return
@@ -292,7 +297,9 @@ class TransferWorker:
                 if self._may_log(now_ns):
                     log.warning("room=%d write refused: %s", handle.room, error)
                 full = isinstance(error, QueueFull)
-                self._fault(room, Reason.TRANSPORT_FAILED if full else Reason.BAD_DESTINATION, now_ns)
+                self._fault(
+                    room, Reason.TRANSPORT_FAILED if full else Reason.BAD_DESTINATION, now_ns
+                )
                 return
         self._active[handle.slot] = room
         self._advance(room, now_ns)
@@ -376,11 +383,13 @@ class TransferWorker:
         self._mailbox.post(LISTENER, Ended(handle.slot, handle.generation, failed=False))
         self._wake(self._table.opener_row(handle.slot))
 
-    # --- ending ------------------------------------------------------------------------------------
+    # --- ending ----------------------------------------------------------------------------------
 
     def _fault(self, room: Room, reason: Reason, now_ns: int) -> None:
         handle = room.handle
-        if self._table.move(handle.slot, handle.generation, Event.FAULT, now_ns=now_ns, reason=reason):
+        if self._table.move(
+            handle.slot, handle.generation, Event.FAULT, now_ns=now_ns, reason=reason
+        ):
             ended = Ended(handle.slot, handle.generation, failed=True, reason=reason)
             self._mailbox.post(LISTENER, ended)
             self._wake(self._table.opener_row(handle.slot))
@@ -452,7 +461,7 @@ class TransferWorker:
         if self._rooms.get(slot) is room:
             del self._rooms[slot]
 
-    # --- time --------------------------------------------------------------------------------------
+    # --- time ------------------------------------------------------------------------------------
 
     def tick(self, now_ns: int) -> int:
         moved = False

@@ -3,9 +3,9 @@
     manager = KVManager.attach("@pdrt-prefill-8998", name="my-engine")
     sender = manager.sender(room); sender.init(pages, aux); sender.send(...); sender.poll()
 
-Built-in and foreign engines attach the same way: a Unix socket hands over the status table, the pools
-and a wake-up eventfd.  One thread uses a manager.  Call `tick` once a loop iteration: it beats for the
-engine and sends again what a restarted process of ours has lost.
+Built-in and foreign engines attach the same way: a Unix socket hands over the status table, the
+pools and a wake-up eventfd.  One thread uses a manager.  Call `tick` once a loop iteration: it
+beats for the engine and sends again what a restarted process of ours has lost.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class KVManager:
         self.instance = reply.instance
         self.maps: tuple[RegionMap, ...] = reply.maps
         self.table = StatusTable(table_fd, Owner(reply.row, reply.incarnation))
-        self._maps_mmap = [mmap.mmap(fd, m.length_bytes) for fd, m in zip(region_fds, self.maps, strict=True)]
+        self._maps_mmap = [
+            mmap.mmap(fd, m.length_bytes) for fd, m in zip(region_fds, self.maps, strict=True)
+        ]
         for fd in (table_fd, *region_fds):
             os.close(fd)
         self._regions = [memoryview(region) for region in self._maps_mmap]
@@ -165,7 +167,7 @@ class KVManager:
                 sent = room.resend(now_ns, restarted=new_listener)
             else:
                 assert isinstance(room, KVSender)
-                sent = any([room.resend(now_ns, rank=rank) for rank in new_workers])
+                sent = sum(room.resend(now_ns, rank=rank) for rank in new_workers) > 0
                 sent |= room.resend(now_ns, rank=None)
             if sent:
                 self.table.count(Counter.RESENDS)

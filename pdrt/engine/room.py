@@ -1,8 +1,8 @@
 """One room as an engine holds it: what KVSender and KVReceiver have in common.
 
-A room has a slot for each rank this engine speaks for; its state is the lowest of them.  `poll` makes
-no system call while the room is open.  The pages and the aux row of a room may be reused when it has
-a verdict *and* is quiet; only then can it be cleared.
+A room has a slot for each rank this engine speaks for; its state is the lowest of them.  `poll`
+makes no system call while the room is open.  The pages and the aux row of a room may be reused
+when it has a verdict *and* is quiet; only then can it be cleared.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from pdrt.protocol.messages import Ended
 from pdrt.protocol.peers import TRANSPORT_CODES
 from pdrt.protocol.states import TERMINAL, Event, KVPoll, Reason, agree
 from pdrt.shm_status import Handle, Owner, StatusTable
-
 
 LISTENER = "listener"
 
@@ -136,12 +135,14 @@ class KVRoom:
         return error(self.room, f"{words}: {self._detail}" if self._detail else words)
 
     def clear(self) -> None:
-        """Free the room's slots; its id may be used again.  Raises IllegalMove unless the room has a
-        verdict and is quiet."""
+        """Free the room's slots; its id may be used again.  Raises IllegalMove unless the room has
+        a verdict and is quiet."""
         if self._cleared:
             return
         if self.poll() not in TERMINAL or not self.quiet():
-            raise IllegalMove(f"room {self.room} is {self.poll().name} and not quiet; abort and wait")
+            raise IllegalMove(
+                f"room {self.room} is {self.poll().name} and not quiet; abort and wait"
+            )
         for handle in self._handles:
             self._table.clear(handle.slot, handle.generation)
         self._cleared = True
@@ -171,8 +172,8 @@ class KVRoom:
             self._table.move(h.slot, h.generation, Event.FAULT, now_ns=now_ns, reason=reason)
 
     def _conclude(self, state: KVPoll, now_ns: int) -> None:
-        """First sight of the verdict.  One rank's failure is everybody's; the listener is told, since
-        it may have been this process that ended the room."""
+        """First sight of the verdict.  One rank's failure is everybody's; the listener is told,
+        since it may have been this process that ended the room."""
         self._verdict = state
         if state is KVPoll.Success:
             return
@@ -184,6 +185,8 @@ class KVRoom:
             if self._reason in (Reason.NONE, Reason.RANK_FAILED):
                 self._reason, self._detail = word.reason, self._table.detail(h.slot)
             untouched = self._table.entered_ns(h.slot)[KVPoll.Transferring] == 0
-            ended = Ended(h.slot, h.generation, failed=True, reason=word.reason, untouched=untouched)
+            ended = Ended(
+                h.slot, h.generation, failed=True, reason=word.reason, untouched=untouched
+            )
             self._desk.mailbox.post(LISTENER, ended)
         self._desk.flush()

@@ -78,8 +78,8 @@ class KVSender(KVRoom):
                 self._desk.mailbox.post(f"worker{r}", mine)
 
     def resend(self, now_ns: int, *, rank: int | None) -> bool:
-        """Send again what a worker has not acknowledged: at once to `rank` if it was restarted, else
-        after a pause that doubles.  True if something was sent."""
+        """Send again what a worker has not acknowledged: at once to `rank` if it was restarted,
+        else after a pause that doubles.  True if something was sent."""
         if self._verdict is not None or not self._sent:
             return False
         if rank is not None:

@@ -37,7 +37,8 @@ _decoder = msgspec.msgpack.Decoder(list[AnyMessage])
 
 
 def encode(messages: Sequence[AnyMessage]) -> bytes:
-    """One frame.  Raises ProtocolError(OVERSIZED) when the frame would be refused by the receiver."""
+    """One frame.  Raises ProtocolError(OVERSIZED) when the frame would be refused by the
+    receiver."""
     frame = MAGIC + _encoder.encode(messages)
     if len(frame) > FRAME_BYTES_MAX:
         raise ProtocolError(Malformed.OVERSIZED.name, f"{len(frame)} bytes")

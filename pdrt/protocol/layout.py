@@ -8,7 +8,8 @@ A rank owns a contiguous slice of the model's layers.  Its region of memory is
     page: [layer of the rank][key, value][token][kv head][head_dim], in row-major order
 
 so a page is one contiguous piece (the fewest descriptors a transfer can have) and page n of every
-rank belongs to the same tokens.  The scratch bytes at the end are the target of warm-ups and fences.
+rank belongs to the same tokens.  The scratch bytes at the end are the target of warm-ups and
+fences.
 """
 
 from __future__ import annotations

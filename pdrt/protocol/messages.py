@@ -1,9 +1,9 @@
 """EVERY MESSAGE, one union.  Frames carry a list of them (see `codec`).
 
-Two circles.  *Peer* messages cross hosts: between decode's listener and prefill's listener, and from
-prefill's worker to decode's listener.  *Local* messages stay inside one process tree.  Any message
-may be lost, repeated or late; each docstring says who repairs that.  Tags are on the wire: never
-reused, new fields go last with a default.
+Two circles.  *Peer* messages cross hosts: between decode's listener and prefill's listener, and
+from prefill's worker to decode's listener.  *Local* messages stay inside one process tree.  Any
+message may be lost, repeated or late; each docstring says who repairs that.  Tags are on the wire:
+never reused, new fields go last with a default.
 
 Version history
     1   first light
@@ -46,8 +46,8 @@ class Hello(Message, frozen=True, array_like=True, tag=1):
 
 
 class HelloReply(Message, frozen=True, array_like=True, tag=2):
-    """Prefill -> decode.  `refusal` is 0 or a Reason; the layout is there so that the difference can
-    be named.  Lost: the Hello is sent again."""
+    """Prefill -> decode.  `refusal` is 0 or a Reason; the layout is there so that the difference
+    can be named.  Lost: the Hello is sent again."""
 
     version: U31
     oldest: U31
@@ -191,8 +191,8 @@ class NewsTaken(Message, frozen=True, array_like=True, tag=17):
 
 
 class Opened(Message, frozen=True, array_like=True, tag=30):
-    """Engine -> listener: a room was opened.  The table is the truth; this is a hint on prefill, and
-    on decode it names the peer, so the receiver sends it again to a restarted listener."""
+    """Engine -> listener: a room was opened.  The table is the truth; this is a hint on prefill,
+    and on decode it names the peer, so the receiver sends it again to a restarted listener."""
 
     room: U63
     rank: U8
@@ -221,7 +221,8 @@ class Fenced(Message, frozen=True, array_like=True, tag=37):
 
 
 class Deliver(Message, frozen=True, array_like=True, tag=38):
-    """Listener -> worker: the destination of our room in `slot`.  Sent again to a restarted worker."""
+    """Listener -> worker: the destination of our room in `slot`.  Sent again to a restarted
+    worker."""
 
     slot: Slot
     generation: U32

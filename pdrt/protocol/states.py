@@ -2,11 +2,14 @@
 
 A room has a slot on each side.  Prefill's slot and decode's slot move by different events:
 
-    prefill   Bootstrapping --PEER_KNOWN--> WaitingForInput --CHUNK_POSTED--> Transferring --LANDED--> Success
-              its engine asked              destination known                 bytes may move
-
-    decode    Bootstrapping --PEER_KNOWN--> WaitingForInput --DESTINATION_SENT--> Transferring --LANDED--> Success
-              its engine asked              peer agreed                           bytes may land
+    prefill                                  decode
+    Bootstrapping     its engine asked       Bootstrapping     its engine asked
+        | PEER_KNOWN                             | PEER_KNOWN
+    WaitingForInput   destination known      WaitingForInput   peer agreed
+        | CHUNK_POSTED                           | DESTINATION_SENT
+    Transferring      bytes may move         Transferring      bytes may land
+        | LANDED                                 | LANDED
+    Success           every byte in place    Success           every byte in place
 
 From every open state FAULT leads to Failed, whoever raises it: compare-and-swap settles the race.
 A verdict is final.  Quiet is a second fact: a Failed room whose bytes may still be moving is not

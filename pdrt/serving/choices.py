@@ -53,7 +53,8 @@ class Choices:
     """Runs one request a choice and hands out (choice index, delta) as they come.
 
     Guarantees: the first error of any choice is raised and ends them all; leaving the `async with`
-    block, in whatever way, closes every iterator, and a cancellation does not cut that short.
+    block, in whatever way, closes every iterator, and no cancellation cuts that short.  Assumption:
+    closing an iterator tells the engine and returns; it never waits for a peer.
 
     A client that reads slowly holds back its own iterators only, once the queue is full.
     """
@@ -89,11 +90,15 @@ class Choices:
         trace: TracebackType | None,
     ) -> None:
         closing = asyncio.create_task(self._close())
-        try:
-            await asyncio.shield(closing)
-        except asyncio.CancelledError:
-            await closing
-            raise
+        interrupted = False
+        while not closing.done():
+            try:
+                await asyncio.wait({closing})  # unlike awaiting it, does not pass a cancel on
+            except asyncio.CancelledError:
+                interrupted = True
+        closing.result()
+        if interrupted:
+            raise asyncio.CancelledError
 
     def __aiter__(self) -> Self:
         return self

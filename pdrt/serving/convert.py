@@ -21,6 +21,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -57,7 +58,7 @@ class Manifest(msgspec.Struct, frozen=True):
 
 
 def model_folder(path: Path | None, *, cache: Path, progress: Progress | None = None) -> Path:
-    """The folder of the model to serve: `path` if given, else the default model, converted if needed.
+    """The folder of the model to serve: `path`, or the default model, converted if needed.
 
     Either is checked as far as that goes without torch.  Raises BadModel, which says what to do.
     """
@@ -83,7 +84,7 @@ def default_model(cache: Path, progress: Progress, source: Path | None = None) -
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed wheel, without importing the package, which needs more."""
+    """The GGUF file inside the installed wheel, without importing the package: it needs more."""
     spec = importlib.util.find_spec(WHEEL_PACKAGE)
     for place in (spec.submodule_search_locations or []) if spec else []:
         for found in sorted(Path(place).glob("*.gguf")):
@@ -177,7 +178,7 @@ def _convert(source: Path, made: Path) -> None:
     where = {"gguf_file": source.name, "local_files_only": True}
     _announce(STEPS[1])
     # Without dequantize the weights stay packed, and save_pretrained refuses them.
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         source.parent,
         dtype=getattr(torch, WEIGHTS_DTYPE),
         quantization_config=GgufConfig(dequantize=True),

@@ -153,6 +153,13 @@ class FakeGenerator:
         return {"running": 3, "waiting": 2, "tokens": 250}
 
 
+async def turn() -> None:
+    """Let everything that is ready run once."""
+    ready = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(ready.set_result, None)
+    await ready
+
+
 def make_app(generator: FakeGenerator, **options: Any) -> Starlette:
     given: dict[str, Any] = {
         "info": INFO,

@@ -9,7 +9,7 @@ import pytest
 
 from pdrt.serving.choices import QUEUE_MAX, Choices
 from pdrt.serving.types import Delta, GenerationRequest, SamplingParams
-from tests.serving.http_fakes import FakeGenerator, Forever, steps, token
+from tests.serving.http_fakes import FakeGenerator, Forever, steps, token, turn
 
 REQUESTS = [
     GenerationRequest(rid=rid, prompt_tokens=(1,), sampling=SamplingParams()) for rid in "ab"
@@ -54,12 +54,12 @@ def test_a_second_cancellation_does_not_cut_the_closing_short():
                     pass
 
         task = asyncio.create_task(read())
-        await asyncio.sleep(0)
+        await turn()
         while not closing.is_set():
             task.cancel()
-            await asyncio.sleep(0)
+            await turn()
         task.cancel()
-        await asyncio.sleep(0)
+        await turn()
         may_close.set()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -75,7 +75,7 @@ def test_a_reader_that_stands_still_holds_the_engine_back():
         async with Choices(generator, REQUESTS) as choices:
             await anext(choices)
             for _ in range(10 * QUEUE_MAX):
-                await asyncio.sleep(0)
+                await turn()
 
     asyncio.run(run())
     assert generator.steps_count <= 2 * QUEUE_MAX
@@ -97,7 +97,7 @@ def test_an_error_while_closing_is_not_lost():
 
     async def run() -> None:
         async with Choices(Broken(steps()), REQUESTS):
-            await asyncio.sleep(0)
+            await turn()
 
     with pytest.raises(ValueError, match="could not abort"):
         asyncio.run(run())

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import os
 import pickle
+import subprocess
+import sys
 import threading
 
 import pytest
 
-from pdrt.child import Descriptor
+from pdrt.child import BOOT, Descriptor
 from pdrt.supervisor import Phase, Restart
 from tests.supervisor import kids
 from tests.supervisor.kids import DEADLINE_S, MemoryBoard, only, spec, supervised, turn_until
@@ -31,7 +33,7 @@ def test_a_descriptor_is_pickled_for_a_child_only() -> None:
         pickle.dumps(Descriptor(0))
 
 
-def test_a_child_is_named_leads_its_session_and_imports_no_main(board: MemoryBoard) -> None:
+def test_a_child_is_named_leads_its_session_and_inherits_nothing_else(board: MemoryBoard) -> None:
     r, w = os.pipe()
     child = spec(board, 0, kids.describes_itself, Descriptor(w), name="transfer-worker-0")
     with supervised(child, board=board) as supervisor:
@@ -39,7 +41,25 @@ def test_a_child_is_named_leads_its_session_and_imports_no_main(board: MemoryBoa
         facts = ast.literal_eval(os.read(r, 1000).decode())
     os.close(r)
     os.close(w)
-    assert facts == ["transfer-worker", True, None, [], True]
+    assert facts == ["transfer-worker", True, None, [], True, 0]
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_child_whose_parent_is_not_its_supervisor_ends_before_its_target(alive: bool) -> None:
+    """As it is when the supervisor dies while its child still boots."""
+    if alive:
+        supervisor_pid = os.getppid()
+    else:
+        gone = subprocess.Popen([sys.executable, "-c", ""])
+        gone.wait(DEADLINE_S)
+        supervisor_pid = gone.pid
+    target = (os._exit, (9,))
+    memory = os.memfd_create("payload")
+    os.write(memory, b"".join(map(pickle.dumps, (sys.path, ("orphan", supervisor_pid), target))))
+    os.lseek(memory, 0, os.SEEK_SET)
+    process = subprocess.Popen([sys.executable, "-c", BOOT, str(memory)], pass_fds=(memory,))
+    os.close(memory)
+    assert process.wait(DEADLINE_S) == 1
 
 
 def test_children_are_launched_from_the_main_thread_only(board: MemoryBoard) -> None:

@@ -157,6 +157,15 @@ def test_nothing_of_the_dead_is_left_when_the_board_hears_of_it(board: MemoryBoa
         assert alive == [False, False]
 
 
+def test_orphans_of_a_child_become_the_supervisors_to_reap(board: MemoryBoard) -> None:
+    with supervised(spec(board, 0, kids.leaves_orphan), board=board) as supervisor:
+        supervisor.start()
+        orphan = psutil.Process(board.note(0))
+        os.kill(pid_of(only(supervisor)), signal.SIGKILL)
+        turn_until(supervisor, lambda: only(supervisor).phase is Phase.BURYING, "the death")
+        assert orphan.ppid() == os.getpid()
+
+
 @pytest.mark.parametrize(
     ("restart", "exit_code", "returns"),
     [

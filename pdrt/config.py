@@ -48,12 +48,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     served_model_name: str = ""
     host: str = "127.0.0.1"
     port: int = 30000
-    bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT  # control port; 0 picks a free one
+    bootstrap_port: int = DEFAULT_BOOTSTRAP_PORT  # prefill's control port; decode's default peer
+    control_port: int = 0  # decode's own; 0 picks a free one
     advertise_host: str = ""  # what peers dial; default: host
     supervisor_port: int = 0
-    attach: str = (
-        ""  # Unix socket for engines; "@..." is abstract; default: @pdrt-<role>-<control port>
-    )
+    attach: str = ""  # Unix socket for engines; "@..." is abstract; default: @pdrt-<role>-<port>
     devices: tuple[str, ...] = ("cpu:0",)
     transport: str = "nixl"
     engine: str = "reference"  # or "none": engines attach from outside
@@ -87,7 +86,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("page_size", "pool_tokens", "aux_rows", "rooms_max", "chunked_prefill_size"):
             if getattr(self, name) < 1:
                 raise BadConfig(f"--{name.replace('_', '-')} must be at least 1")
-        for name in ("port", "bootstrap_port", "supervisor_port"):
+        for name in ("port", "bootstrap_port", "control_port", "supervisor_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise BadConfig(f"--{name.replace('_', '-')} {getattr(self, name)} is not a port")
         for name in Timeouts.__struct_fields__:

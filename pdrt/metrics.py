@@ -3,7 +3,7 @@ prometheus-client.  Every series exists at zero from the first scrape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from prometheus_client import CollectorRegistry, generate_latest
@@ -13,6 +13,7 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.registry import Collector
 
 from pdrt.protocol.codec import Malformed
 from pdrt.protocol.counters import BUCKETS, Counter, bucket_end_s
@@ -42,7 +43,7 @@ SIMPLE = (
 )
 
 
-class TableCollector:
+class TableCollector(Collector):
     """Custom collector over one status table."""
 
     def __init__(
@@ -123,8 +124,24 @@ class TableCollector:
         yield room_max
 
 
-def exposition(collector: TableCollector) -> Callable[[], bytes]:
-    """A function that renders the text format of one collector."""
+class StatsCollector(Collector):
+    """An engine's own numbers, one gauge each."""
+
+    def __init__(self, stats: Callable[[], Mapping[str, int]], *, role: str) -> None:
+        self._stats = stats
+        self._role = role
+
+    def collect(self) -> Iterable[Metric]:
+        for name, value in self._stats().items():
+            words = f"Engine: {name.replace('_', ' ')}"
+            family = GaugeMetricFamily(f"pdrt_engine_{name}", words, labels=["role"])
+            family.add_metric([self._role], value)
+            yield family
+
+
+def exposition(*collectors: Collector) -> Callable[[], bytes]:
+    """A function that renders the text format of some collectors."""
     registry = CollectorRegistry()
-    registry.register(collector)
+    for collector in collectors:
+        registry.register(collector)
     return lambda: generate_latest(registry)

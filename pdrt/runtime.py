@@ -120,13 +120,17 @@ class Runtime:
     def _reserve(self, stack: contextlib.ExitStack) -> None:
         settings = self.settings
         host = settings.host
-        self._control = listen(host, settings.bootstrap_port, "--disaggregation-bootstrap-port")
+        if self.role is Role.PREFILL:
+            self._control = listen(host, settings.bootstrap_port, "--bootstrap-port")
+        else:
+            self._control = listen(host, settings.control_port, "--control-port")
         stack.callback(self._control.close)
         self.control_port: int = self._control.getsockname()[1]
         self._http = listen(host, settings.supervisor_port, "--supervisor-port")
         stack.callback(self._http.close)
         self.supervisor_port: int = self._http.getsockname()[1]
-        self.attach_address = settings.attach or f"@pdrt-{settings.role}-{self.control_port}"
+        default = f"@pdrt-{settings.role}-{settings.port or self.control_port}"
+        self.attach_address = settings.attach or default
         self._attach_socket = attach.bind(self.attach_address)
         stack.callback(self._attach_socket.close)
         now_ns = monotonic_ns()

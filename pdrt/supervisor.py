@@ -153,7 +153,8 @@ class Supervisor:
         """Launch each child once the one before it is ready.  Returns early if asked to stop."""
         for child in self._children:
             self._launch(child)
-            while child.phase in IN_MOTION:
+            # One that was ready and died is restarted like any other, and the next may start.
+            while child.phase in IN_MOTION and not child.been_up:
                 self.step()
                 if self._stop_reason is not None:
                     return

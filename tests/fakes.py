@@ -80,6 +80,8 @@ class FakeRoom:
     def clear(self) -> None:
         if not self.quiet():
             raise IllegalMove(f"room {self.room} is not quiet")
+        if self.state is KVPoll.Failed:
+            self.manager.given_up.add(self.room)
         del self.manager.rooms[self.room]
 
     def timeline(self) -> dict[str, object]:
@@ -98,6 +100,7 @@ class FakeManager:
         self.regions = [memoryview(bytearray(each.length_bytes)) for each in self.maps]
         self.aux = AuxRows(self.regions, self.maps)
         self.rooms: dict[int, FakeRoom] = {}
+        self.given_up: set[int] = set()  # the peer is told, even if its half comes later
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.on_tick: Callable[[], None] = lambda: None
 
@@ -149,6 +152,10 @@ class FakePair:
                 theirs.state = KVPoll.WaitingForInput
             if ours is not None and theirs is not None:
                 self._move(ours, theirs)
+            elif ours is not None and number in self.decode.given_up:
+                ours.fault(Reason.PEER_ABORTED)
+            elif theirs is not None and number in self.prefill.given_up:
+                theirs.fault(Reason.PEER_ABORTED)
             for room in (ours, theirs):
                 if room is not None and room.state is KVPoll.Failed:
                     room.pumps_until_quiet = max(0, room.pumps_until_quiet - 1)
@@ -191,7 +198,8 @@ class FakePair:
             ours.state = theirs.state = KVPoll.Success
 
     def _compare(self, ours: FakeRoom, theirs: FakeRoom) -> None:
-        assert ours.pages is not None and theirs.pages is not None
+        assert ours.pages is not None
+        assert theirs.pages is not None
         for rank in range(self.prefill.layout.ranks):
             for source, target in zip(ours.pages.tolist(), theirs.pages.tolist(), strict=True):
                 if self.prefill.page(rank, source) != self.decode.page(rank, target):

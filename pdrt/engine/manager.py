@@ -95,6 +95,12 @@ class KVManager:
     def layout(self) -> Layout:
         return self.maps[0].layout
 
+    @property
+    def actor_rows(self) -> dict[str, int]:
+        """Rows of the processes this engine depends on, by name."""
+        workers = {f"worker{rank}": row for rank, row in enumerate(self._worker_rows)}
+        return {"listener": self._listener_row, **workers}
+
     def kv(self, rank: int) -> memoryview:
         """The pages of a rank: pages_count * page_bytes writable bytes that its worker maps too."""
         return self._regions[rank][: self.maps[rank].aux_offset]
@@ -178,7 +184,7 @@ class KVManager:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self.wake_fd)
 
-    def wait_quiet(self, timeout_s: float, *, pause: Callable[[float], None]) -> bool:
+    def wait_quiet(self, timeout_s: float, *, pause: Callable[[float], object]) -> bool:
         """At engine start: wait until the rooms of a dead predecessor in our row are cleared, since
         bytes may still land in their pages.  False if some are left after `timeout_s`."""
         deadline_ns = self._clock() + to_ns(timeout_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Annotated
 
 import msgspec
 
@@ -26,14 +27,18 @@ class Malformed(IntEnum):
     EMPTY = 1
     OVERSIZED = 2
     FOREIGN = 3  # another protocol: no magic
-    UNREADABLE = 4  # not msgpack, truncated, or too many messages
-    UNKNOWN = 5  # a tag or a field type that this version does not have
+    UNREADABLE = 4  # not msgpack, or truncated
+    UNKNOWN = 5  # a tag or a field type that this version does not have, or too many messages
     NOT_FOR_PEERS = 6  # a local message on the control port
     VALUE = 7  # well-formed, impossible value
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(list[AnyMessage])
+# The bound is in the type, so that it is checked before the first message is made: a frame of a
+# million small messages costs nothing.
+_decoder = msgspec.msgpack.Decoder(
+    Annotated[list[AnyMessage], msgspec.Meta(max_length=MESSAGES_MAX)]
+)
 
 
 def encode(messages: Sequence[AnyMessage]) -> bytes:
@@ -59,8 +64,6 @@ def decode(frame: bytes | memoryview, *, from_peer: bool = False) -> list[AnyMes
         raise ProtocolError(Malformed.UNKNOWN.name, str(error)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(Malformed.UNREADABLE.name, str(error)) from None
-    if len(messages) > MESSAGES_MAX:
-        raise ProtocolError(Malformed.UNREADABLE.name, f"{len(messages)} messages")
     if from_peer:
         for message in messages:
             if not isinstance(message, PEER_MESSAGES):

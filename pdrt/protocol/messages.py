@@ -26,6 +26,7 @@ U32 = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 U63 = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
 Slot = Annotated[int, Meta(ge=-1, le=0x7FFF_FFFF)]  # -1: not known
 Text = Annotated[str, Meta(max_length=1024)]
+Offers = Annotated[dict[str, bytes], Meta(max_length=16)]  # transport name -> its metadata
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +67,7 @@ class Agent(msgspec.Struct, frozen=True, array_like=True):
     epoch: U31  # incarnation of the worker; part of the agent's name
     pages_count: U31
     aux_rows: U31
-    offers: dict[str, bytes]  # transport name -> its metadata
+    offers: Offers
 
 
 class Introduction(Message, frozen=True, array_like=True, tag=3):
@@ -77,7 +78,7 @@ class Introduction(Message, frozen=True, array_like=True, tag=3):
     epoch: U31
     control: Text  # host:port of the sender's control port, for `Landed`
     boot_id: Text
-    agents: list[Agent]
+    agents: Annotated[list[Agent], Meta(max_length=256)]
     serial: U31  # grows with every new introduction of this listener
 
 
@@ -247,7 +248,7 @@ class WorkerUp(Message, frozen=True, array_like=True, tag=33):
 
     rank: U8
     epoch: U31
-    offers: dict[str, bytes]
+    offers: Offers
 
 
 class PeerUp(Message, frozen=True, array_like=True, tag=34):

@@ -50,7 +50,7 @@ class FileFacts(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What a complete folder holds.  `recipe` changes when this module would convert differently."""
+    """What a complete folder holds.  `recipe` changes when this module converts differently."""
 
     source: FileFacts  # the GGUF file
     files: dict[str, FileFacts]
@@ -96,7 +96,7 @@ def find_gguf() -> Path:
 
 
 def is_intact(folder: Path, source: Path) -> bool:
-    """Does every file have the size and digest of the manifest, and was it made from this source?"""
+    """Does every file have its size and digest, and was the folder made from this source?"""
     try:
         manifest = msgspec.json.decode((folder / MANIFEST_NAME).read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError):

@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 ATTEND_EVERY_NS = 5 * MILLISECOND_NS  # between layers
 WAIT_ROOMS_MS = 10  # a lost wake-up costs no more than this
 WAIT_IDLE_MS = 100
+FORWARD_MAX_S = 60.0  # what the loop may stand in when it is told to close
+ONE = (1).to_bytes(8, "little")  # what an eventfd is written
 
 
 class Model(Protocol):
@@ -104,9 +106,11 @@ class EngineLoop:
         self._active: list[ActiveRequest] = []  # in order of arrival
         self._arrivals: deque[ActiveRequest] = deque()
         self._aborts: deque[tuple[ActiveRequest, Reason]] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        # A file object, not a bare number: a wake-up after close must not reach whoever got the
+        # number next.
+        self._wake_file = os.fdopen(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+b", 0)
         self._poller = select.poll()
-        self._poller.register(self._wake_fd, select.POLLIN)
+        self._poller.register(self._wake_file, select.POLLIN)
         if manager is not None:
             self._poller.register(manager.wake_fd, select.POLLIN)
         self._attended_ns = 0
@@ -136,27 +140,27 @@ class EngineLoop:
             output_tokens_max=output_tokens_max,
         )
         self._arrivals.append(active)
-        os.eventfd_write(self._wake_fd, 1)
+        self._wake()
         return active
 
     def abort(self, active: ActiveRequest, reason: Reason = Reason.ABORTED) -> None:
         """Give a request up, on both sides.  Safe to call twice, and after its end."""
         self._aborts.append((active, reason))
-        os.eventfd_write(self._wake_fd, 1)
+        self._wake()
 
     def stats(self) -> dict[str, Any]:
         """Facts as of now; counts of pages, requests, rooms and tokens."""
-        phases = [active.phase for active in list(self._active)]
-        running = sum(phase in ADMITTED for phase in phases)
+        alive = [active for active in list(self._active) if active.phase is not Phase.OVER]
+        running = sum(active.phase in ADMITTED for active in alive)
         return {
             "running": running,
-            "waiting": len(phases) - running + len(self._arrivals),
+            "waiting": len(alive) - running + len(self._arrivals),
             "pages_total": self.allocator.pages_count,
             "pages_used": self.allocator.used_count,
             "pages_held": self.allocator.held_count,
             "pages_free": self.allocator.free_count,
             "aux_used": self._manager.aux.used_count if self._manager else 0,
-            "rooms_open": sum(a.room is not None for a in list(self._active)),
+            "rooms_open": sum(active.room is not None for active in alive),
             "rooms_releasing": len(self._holdings) if self._holdings is not None else 0,
             "prompt_tokens": self.prompt_tokens_count,
             "output_tokens": self.output_tokens_count,
@@ -171,9 +175,16 @@ class EngineLoop:
     def close(self, *, wait_s: float = 2.0) -> None:
         """Abort everything, wait until all rooms are quiet or `wait_s` is over, end the thread."""
         self._closing_ns = self._clock() + to_ns(wait_s)
-        os.eventfd_write(self._wake_fd, 1)
-        if self._thread is not None:
-            self._thread.join(wait_s + 60.0)  # it may stand in a forward
+        self._wake()
+        if self._thread is None:
+            self.run()
+        else:
+            self._thread.join(wait_s + FORWARD_MAX_S)
+        self._wake_file.close()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(ValueError):  # closed: there is nobody to wake
+            self._wake_file.write(ONE)
 
     # Called from the loop's thread.
 
@@ -182,7 +193,6 @@ class EngineLoop:
         while not self._closed():
             if not self.iterate():
                 self._wait()
-        os.close(self._wake_fd)
 
     def iterate(self) -> bool:
         """One turn.  Returns whether the model ran; if not, the caller may wait for news."""
@@ -298,7 +308,7 @@ class EngineLoop:
         quiet = not self._active and not self._holdings
         for fd, _ in self._poller.poll(WAIT_IDLE_MS if quiet else WAIT_ROOMS_MS):
             with contextlib.suppress(BlockingIOError):
-                os.eventfd_read(fd)
+                os.read(fd, len(ONE))
 
     def _closed(self) -> bool:
         if self._closing_ns is None:

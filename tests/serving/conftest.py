@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:  # importing torch takes seconds, which tests of HTTP need not wait for
+    from tests.serving.engines import Pair, Single
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +28,29 @@ def smol_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from pdrt.serving.convert import model_folder
 
     return model_folder(None, cache=cache_folder())
+
+
+@pytest.fixture
+def pair_of(tiny_folder: Path) -> Iterator[Callable[..., Pair]]:
+    """Makes pairs of engines for the tiny model, and closes them."""
+    from tests.serving.engines import Pair
+
+    with ExitStack() as stack:
+
+        def make(**changes: Any) -> Pair:
+            return stack.enter_context(Pair(tiny_folder, **changes))
+
+        yield make
+
+
+@pytest.fixture
+def single_of(tiny_folder: Path) -> Iterator[Callable[..., Single]]:
+    """Makes single engines for the tiny model, and closes them."""
+    from tests.serving.engines import Single
+
+    with ExitStack() as stack:
+
+        def make(**changes: Any) -> Single:
+            return stack.enter_context(Single(tiny_folder, **changes))
+
+        yield make

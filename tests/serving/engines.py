@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
+from typing import Self
 
 from pdrt.memory.pages import PageState
 from pdrt.protocol.layout import Layout
@@ -68,7 +69,20 @@ def pools_of(layout: Layout, pages_count: int) -> list[memoryview]:
     ]
 
 
-class Single:
+class Engines:
+    """To be left by `close`, which ends them in the order they were made."""
+
+    engines: Sequence[EngineLoop] = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for engine in self.engines:
+            engine.close()
+
+
+class Single(Engines):
     """One engine that runs everything alone: the reference."""
 
     def __init__(
@@ -83,6 +97,7 @@ class Single:
         layout = layout_of(folder, page_size, ranks)
         model = PagedModel(folder, layout, pools_of(layout, pages_count), threads=1)
         self.engine = EngineLoop(model, Tokens(folder).decode, limits_of(folder, **limits))
+        self.engines = (self.engine,)
 
     def run(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
         answers = [Answer() for _ in requests]
@@ -95,7 +110,7 @@ class Single:
         raise AssertionError("the requests do not end")
 
 
-class Pair:
+class Pair(Engines):
     """Prefill and decode engines over a `FakePair`."""
 
     def __init__(
@@ -115,6 +130,13 @@ class Pair:
         states = self.decode.allocator._state
         self.fakes.page_in_use = lambda page: bool(states[page] != PageState.FREE)
         self._rooms = count(1000)
+        self.engines = (self.prefill, self.decode)
+
+    def __exit__(self, *_: object) -> None:
+        for manager in (self.fakes.prefill, self.fakes.decode):
+            manager.on_tick = self.fakes.pump  # what is aborted now still becomes quiet
+        super().__exit__()
+        self.fakes.close()
 
     def turn(self) -> None:
         self.prefill.iterate()
@@ -136,7 +158,7 @@ class Pair:
         self.turn_until(lambda: all(answer.last for answer in firsts + answers))
         return firsts, answers
 
-    def turn_until(self, condition) -> None:  # type: ignore[no-untyped-def]
+    def turn_until(self, condition: Callable[[], object]) -> None:
         for _ in range(TURNS_MAX):
             if condition():
                 return

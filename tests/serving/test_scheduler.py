@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,8 @@ LENGTHS = (1, 2, 3, 4, 5, 8, 13, 16, 31, 32, 47, 64, 90)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng([length, seed]).integers(3, VOCAB_SIZE, length).tolist()
+    tokens = np.random.default_rng([length, seed]).integers(3, VOCAB_SIZE, length)
+    return [int(token) for token in tokens]
 
 
 def requests(**sampling: object) -> list[GenerationRequest]:
@@ -29,8 +31,9 @@ def requests(**sampling: object) -> list[GenerationRequest]:
 
 
 @pytest.fixture(scope="module")
-def reference(tiny_folder: Path) -> Single:
-    return Single(tiny_folder)
+def reference(tiny_folder: Path) -> Iterator[Single]:
+    with Single(tiny_folder) as single:
+        yield single
 
 
 @pytest.mark.parametrize(
@@ -39,7 +42,7 @@ def reference(tiny_folder: Path) -> Single:
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("page_size", "chunk"), [(4, 16), (4, 7), (16, 16), (3, 1000)])
 def test_disaggregated_output_is_that_of_one_process(
-    tiny_folder: Path,
+    pair_of: Callable[..., Pair],
     reference: Single,
     capsys: pytest.CaptureFixture[str],
     sampling: dict[str, object],
@@ -48,9 +51,7 @@ def test_disaggregated_output_is_that_of_one_process(
     chunk: int,
 ) -> None:
     wanted = [reference.run([request])[0] for request in requests(**sampling)]
-    pair = Pair(
-        tiny_folder, page_size=page_size, ranks=ranks, pages_count=400, chunked_prefill_size=chunk
-    )
+    pair = pair_of(page_size=page_size, ranks=ranks, pages_count=400, chunked_prefill_size=chunk)
     one_at_a_time = [pair.run([request])[1][0] for request in requests(**sampling)]
     firsts, together = pair.run(requests(**sampling))
     ties = ties_between(one_at_a_time, wanted) + ties_between(together, wanted)
@@ -63,10 +64,12 @@ def test_disaggregated_output_is_that_of_one_process(
     pair.assert_nothing_is_left()
 
 
-def test_logprobs_of_the_first_token_travel(tiny_folder: Path, reference: Single) -> None:
+def test_logprobs_of_the_first_token_travel(
+    pair_of: Callable[..., Pair], reference: Single
+) -> None:
     request = ask(prompt(9), logprobs=5, ignore_eos=True)
     (wanted,) = reference.run([request])
-    firsts, (got,) = Pair(tiny_folder).run([request])
+    firsts, (got,) = pair_of().run([request])
     assert got.logprobs[0].token_id == wanted.logprobs[0].token_id
     assert [token for token, _ in got.logprobs[0].top] == [t for t, _ in wanted.logprobs[0].top]
     assert got.logprobs[0].logprob == pytest.approx(wanted.logprobs[0].logprob, abs=1e-4)
@@ -75,8 +78,8 @@ def test_logprobs_of_the_first_token_travel(tiny_folder: Path, reference: Single
     assert firsts[0].logprobs == got.logprobs[:1]
 
 
-def test_without_logprobs_none_come(tiny_folder: Path) -> None:
-    _, (got,) = Pair(tiny_folder).run([ask(prompt(9), logprobs=None)])
+def test_without_logprobs_none_come(pair_of: Callable[..., Pair]) -> None:
+    _, (got,) = pair_of().run([ask(prompt(9), logprobs=None)])
     assert got.logprobs == []
 
 
@@ -92,10 +95,12 @@ def stopping_text(reference: Single) -> tuple[GenerationRequest, Answer, str]:
     raise AssertionError("no answer with ASCII in the middle")
 
 
-def test_a_stop_string_ends_the_answer_before_it(tiny_folder: Path, reference: Single) -> None:
+def test_a_stop_string_ends_the_answer_before_it(
+    pair_of: Callable[..., Pair], reference: Single
+) -> None:
     request, whole, stop = stopping_text(reference)
     stopped = ask(request.prompt_tokens, max_tokens=24, ignore_eos=True, stop=(stop, "never"))
-    for answer in (reference.run([stopped])[0], Pair(tiny_folder).run([stopped])[1][0]):
+    for answer in (reference.run([stopped])[0], pair_of().run([stopped])[1][0]):
         assert answer.text == whole.text[: whole.text.find(stop)]
         assert answer.finish is FinishReason.STOP
         assert answer.last is not None
@@ -119,14 +124,14 @@ def test_min_tokens_outlasts_stop_strings_and_stop_tokens(reference: Single) -> 
 
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_stop_token_ends_the_answer_and_shows_no_text(
-    tiny_folder: Path, reference: Single, at: int
+    pair_of: Callable[..., Pair], reference: Single, at: int
 ) -> None:
     request = ask(prompt(20), ignore_eos=True)
     (whole,) = reference.run([request])
     token = whole.token_ids[at]
     at = whole.token_ids.index(token)
     stopped = ask(prompt(20), ignore_eos=True, stop_token_ids=(token,))
-    for answer in (reference.run([stopped])[0], Pair(tiny_folder).run([stopped])[1][0]):
+    for answer in (reference.run([stopped])[0], pair_of().run([stopped])[1][0]):
         assert answer.token_ids == whole.token_ids[: at + 1]
         assert answer.finish is FinishReason.STOP
         assert answer.last is not None
@@ -139,21 +144,23 @@ def test_unseeded_requests_differ(reference: Single) -> None:
     assert len({tuple(answer.token_ids) for answer in answers}) > 1
 
 
-def test_prompts_that_cannot_fit_are_refused_at_once(tiny_folder: Path) -> None:
-    pair = Pair(tiny_folder, pages_count=8)  # 32 tokens; the context has 256
+def test_prompts_that_cannot_fit_are_refused_at_once(
+    pair_of: Callable[..., Pair], single_of: Callable[..., Single]
+) -> None:
+    pair = pair_of(pages_count=8)  # 32 tokens; the context has 256
     for engine in (pair.prefill, pair.decode):
         with pytest.raises(PromptTooLong, match="33 tokens"):
             engine.submit(ask(prompt(33)), print)
     with pytest.raises(PromptTooLong, match="256"):
-        Single(tiny_folder).engine.submit(ask(prompt(256)), print)
+        single_of().engine.submit(ask(prompt(256)), print)
     firsts, answers = pair.run([ask(prompt(32), ignore_eos=True)])  # the largest that fits
     assert len(answers[0].token_ids) == 1
     assert firsts[0].token_ids == answers[0].token_ids
     pair.assert_nothing_is_left()
 
 
-def test_an_answer_ends_where_the_context_does(tiny_folder: Path) -> None:
-    (answer,) = Single(tiny_folder).run([ask(prompt(250), max_tokens=50, ignore_eos=True)])
+def test_an_answer_ends_where_the_context_does(single_of: Callable[..., Single]) -> None:
+    (answer,) = single_of().run([ask(prompt(250), max_tokens=50, ignore_eos=True)])
     assert len(answer.token_ids) == 6
     assert answer.finish is FinishReason.LENGTH
 
@@ -166,16 +173,16 @@ def test_prompts_without_or_with_foreign_tokens_are_refused(
         reference.engine.submit(ask(tokens), print)
 
 
-def test_a_full_queue_is_refused(tiny_folder: Path) -> None:
-    single = Single(tiny_folder, queue_max=2)
+def test_a_full_queue_is_refused(single_of: Callable[..., Single]) -> None:
+    single = single_of(queue_max=2)
     for _ in range(2):
         single.engine.submit(ask(prompt(3)), lambda delta: None)
     with pytest.raises(QueueFull):
         single.engine.submit(ask(prompt(3)), print)
 
 
-def test_a_room_cannot_be_used_twice(tiny_folder: Path) -> None:
-    pair = Pair(tiny_folder)
+def test_a_room_cannot_be_used_twice(pair_of: Callable[..., Pair]) -> None:
+    pair = pair_of()
     request = pair.with_room(ask(prompt(9)))
     answers = [Answer(), Answer()]
     for answer in answers:
@@ -186,8 +193,8 @@ def test_a_room_cannot_be_used_twice(tiny_folder: Path) -> None:
     assert answers[0].last is None
 
 
-def test_decode_without_a_host_is_refused(tiny_folder: Path) -> None:
-    pair, answer = Pair(tiny_folder), Answer()
+def test_decode_without_a_host_is_refused(pair_of: Callable[..., Pair]) -> None:
+    pair, answer = pair_of(), Answer()
     lost = GenerationRequest(
         rid="r", prompt_tokens=(5,), sampling=ask([5]).sampling, rendezvous=Rendezvous(room=1)
     )
@@ -198,8 +205,8 @@ def test_decode_without_a_host_is_refused(tiny_folder: Path) -> None:
     pair.assert_nothing_is_left()
 
 
-def test_a_foreign_aux_row_is_an_error_and_not_an_answer(tiny_folder: Path) -> None:
-    pair, answer = Pair(tiny_folder), Answer()
+def test_a_foreign_aux_row_is_an_error_and_not_an_answer(pair_of: Callable[..., Pair]) -> None:
+    pair, answer = pair_of(), Answer()
     request = pair.with_room(ask(prompt(9)))
     pair.decode.submit(request, answer.add)
     pair.prefill.submit(request, lambda delta: None)
@@ -218,9 +225,8 @@ def test_a_foreign_aux_row_is_an_error_and_not_an_answer(tiny_folder: Path) -> N
 
 
 @pytest.mark.parametrize("scarce", ["pages", "aux", "running"])
-def test_scarce_memory_delays_and_wedges_nothing(tiny_folder: Path, scarce: str) -> None:
-    pair = Pair(
-        tiny_folder,
+def test_scarce_memory_delays_and_wedges_nothing(pair_of: Callable[..., Pair], scarce: str) -> None:
+    pair = pair_of(
         pages_count=30 if scarce == "pages" else 400,
         aux_rows=1 if scarce == "aux" else 64,
         running_max=1 if scarce == "running" else 32,
@@ -231,8 +237,8 @@ def test_scarce_memory_delays_and_wedges_nothing(tiny_folder: Path, scarce: str)
     pair.assert_nothing_is_left()
 
 
-def test_a_peer_that_never_comes_holds_back_nobody(tiny_folder: Path) -> None:
-    pair, lonely = Pair(tiny_folder, pages_count=30), Answer()
+def test_a_peer_that_never_comes_holds_back_nobody(pair_of: Callable[..., Pair]) -> None:
+    pair, lonely = pair_of(pages_count=30), Answer()
     pair.prefill.submit(pair.with_room(ask(prompt(90))), lonely.add)
     _, answers = pair.run(requests())
     assert all(answer.finish is FinishReason.LENGTH for answer in answers)
@@ -240,8 +246,8 @@ def test_a_peer_that_never_comes_holds_back_nobody(tiny_folder: Path) -> None:
     assert pair.prefill.stats()["pages_used"] == 0
 
 
-def test_requests_alone_run_on_either_side(tiny_folder: Path, reference: Single) -> None:
-    pair = Pair(tiny_folder)
+def test_requests_alone_run_on_either_side(pair_of: Callable[..., Pair], reference: Single) -> None:
+    pair = pair_of()
     (wanted,) = reference.run([ask(prompt(9))])
     for engine in (pair.prefill, pair.decode):
         answer = Answer()
@@ -252,9 +258,9 @@ def test_requests_alone_run_on_either_side(tiny_folder: Path, reference: Single)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_aborts_at_random_moments_leave_nothing(tiny_folder: Path, seed: int) -> None:
+def test_aborts_at_random_moments_leave_nothing(pair_of: Callable[..., Pair], seed: int) -> None:
     dice = random.Random(seed)
-    pair = Pair(tiny_folder, pages_count=60, aux_rows=6, chunked_prefill_size=8)
+    pair = pair_of(pages_count=60, aux_rows=6, chunked_prefill_size=8)
     plan = [pair.with_room(request) for request in requests()]
     answers = [(Answer(), Answer()) for _ in plan]
     handles = []
@@ -279,8 +285,10 @@ def test_aborts_at_random_moments_leave_nothing(tiny_folder: Path, seed: int) ->
     pair.assert_nothing_is_left()
 
 
-def test_an_abort_during_a_forward_reaches_the_peer_before_its_end(tiny_folder: Path) -> None:
-    pair, first, answer = Pair(tiny_folder, chunked_prefill_size=8), Answer(), Answer()
+def test_an_abort_during_a_forward_reaches_the_peer_before_its_end(
+    pair_of: Callable[..., Pair],
+) -> None:
+    pair, first, answer = pair_of(chunked_prefill_size=8), Answer(), Answer()
     request = pair.with_room(ask(prompt(90)))
     active = pair.prefill.submit(request, first.add)
     pair.decode.submit(request, answer.add)
@@ -307,8 +315,8 @@ def test_an_abort_during_a_forward_reaches_the_peer_before_its_end(tiny_folder: 
     pair.assert_nothing_is_left()
 
 
-def test_pages_of_an_aborted_transfer_wait_for_quiet(tiny_folder: Path) -> None:
-    pair, answer = Pair(tiny_folder, chunked_prefill_size=8), Answer()
+def test_pages_of_an_aborted_transfer_wait_for_quiet(pair_of: Callable[..., Pair]) -> None:
+    pair, answer = pair_of(chunked_prefill_size=8), Answer()
     request = pair.with_room(ask(prompt(90)))
     pair.prefill.submit(request, lambda delta: None)
     active = pair.decode.submit(request, answer.add)
@@ -321,8 +329,8 @@ def test_pages_of_an_aborted_transfer_wait_for_quiet(tiny_folder: Path) -> None:
     pair.assert_nothing_is_left()
 
 
-def test_facts_of_the_room_come_with_the_last_delta(tiny_folder: Path) -> None:
-    firsts, answers = Pair(tiny_folder, chunked_prefill_size=4).run([ask(prompt(12))])
+def test_facts_of_the_room_come_with_the_last_delta(pair_of: Callable[..., Pair]) -> None:
+    firsts, answers = pair_of(chunked_prefill_size=4).run([ask(prompt(12))])
     assert firsts[0].last is not None
     assert firsts[0].last.meta["chunks"] == 3
     assert answers[0].last is not None

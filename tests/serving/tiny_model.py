@@ -1,4 +1,4 @@
-"""A causal LM of a few thousand weights and its tokenizer, for tests that need a real model fast."""
+"""A causal LM of a few thousand weights and its tokenizer, for tests that want a real one fast."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdrt.errors import BadConfig
@@ -13,6 +13,7 @@ from pdrt.supervisor import ChildSpec
 times_ns = st.integers(min_value=0, max_value=30)
 
 
+@example(deaths_ns=[0], now_ns=1, deaths_max=0, period_ns=1)
 @given(st.lists(times_ns), times_ns, st.integers(0, 10), st.integers(1, 30))
 def test_restarts_are_refused_exactly_when_too_many_deaths_are_recent(
     deaths_ns: list[int], now_ns: int, deaths_max: int, period_ns: int

@@ -108,9 +108,11 @@ def test_args_that_cannot_travel_are_refused_by_name(board: MemoryBoard) -> None
         supervisor.start()
 
 
-def test_names_and_rows_are_unique(board: MemoryBoard) -> None:
+@pytest.mark.parametrize(("row", "name"), [(0, "other"), (1, "child0")])
+def test_names_and_rows_are_unique(board: MemoryBoard, row: int, name: str) -> None:
+    first, second = spec(board, 0, kids.steady), spec(board, row, kids.steady, name=name)
     with pytest.raises(BadConfig):
-        Supervisor([spec(board, 0, kids.steady), spec(board, 0, kids.steady, name="b")], board)
+        Supervisor([first, second], board)
 
 
 # --- death and restart ----------------------------------------------------------------------------
@@ -181,8 +183,8 @@ def test_the_spec_says_whether_a_child_returns(
     child = spec(board, 0, kids.ends, exit_code, restart=restart)
     with Supervisor([child], board, deaths_max=100) as supervisor:
         supervisor.start()
-        done = is_up_again(supervisor) if returns else lambda: only(supervisor).phase is Phase.DONE
-        turn_until(supervisor, done, f"{restart} to settle")
+        settled = (lambda s: s.incarnation == 2) if returns else (lambda s: s.phase is Phase.DONE)
+        turn_until(supervisor, lambda: settled(only(supervisor)), f"{restart} to settle")
         assert only(supervisor).cause == f"exit code {exit_code}"
     assert (("incarnate", 0, 2) in board.diary) is returns
     assert bool(words(board, "failed")) is (restart is Restart.TEMPORARY)

@@ -1,0 +1,231 @@
+"""The commands pdrt-prefill and pdrt-decode: flags and PDRT_* variables -> Settings -> Runtime."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Group, Parameter
+
+from pdrt.errors import BadConfig, DeploymentError, PdrtError
+
+if TYPE_CHECKING:
+    from pdrt.config import Settings
+
+SERVING = Group.create_ordered("Serving")
+TRANSFER = Group.create_ordered("KV transfer")
+LIMITS = Group.create_ordered("Limits")
+TIMEOUTS = Group.create_ordered("Timeouts, in seconds")
+OPERATION = Group.create_ordered("Operation")
+
+
+def flag(group: Group, help: str, *names: str) -> Any:
+    """A flag; without names it is called after its field."""
+    if not names:
+        return Parameter(group=group, help=help)
+    return Parameter(name=names, group=group, help=help)
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class Flags:
+    """Field names are those of Settings or Timeouts where they mean the same."""
+
+    model_path: Annotated[
+        str,
+        flag(
+            SERVING,
+            "Folder of a Llama-style Hugging Face model. Default: SmolLM2-135M-Instruct, "
+            "converted into the cache once.",
+        ),
+    ] = ""
+    served_model_name: Annotated[
+        str, flag(SERVING, "Name clients use. Default: the folder's name.")
+    ] = ""
+    host: Annotated[
+        str, flag(SERVING, "Address every port of this role binds to. Not authenticated yet.")
+    ] = "127.0.0.1"
+    port: Annotated[int, flag(SERVING, "HTTP port of the engine; 0 picks one.")] = 0
+    engine: Annotated[
+        str,
+        flag(SERVING, '"reference", or "none": the runtime alone, engines attach from outside.'),
+    ] = "reference"
+    dtype: Annotated[str, flag(SERVING, "float32 or bfloat16; both roles must agree.")] = "float32"
+    threads: Annotated[int, flag(SERVING, "Torch threads; 0 takes half of the cores.")] = 0
+    chunked_prefill_size: Annotated[
+        int, flag(SERVING, "Prompt tokens computed, and then sent, at a time.")
+    ] = 512
+    bootstrap_port: Annotated[
+        int,
+        flag(
+            TRANSFER,
+            "Prefill: its control port. Decode: the port assumed where a request names none.",
+            "--bootstrap-port",
+            "--disaggregation-bootstrap-port",
+        ),
+    ] = 8998
+    control_port: Annotated[int, flag(TRANSFER, "Decode: its own control port; 0 picks one.")] = 0
+    advertise_host: Annotated[str, flag(TRANSFER, "Address that peers dial. Default: --host.")] = ""
+    transport: Annotated[
+        str,
+        flag(
+            TRANSFER,
+            '"nixl", or "shm" for two roles on one host without NIXL.',
+            "--transport",
+            "--disaggregation-transfer-backend",
+        ),
+    ] = "nixl"
+    ib_device: Annotated[
+        str,
+        flag(
+            TRANSFER,
+            "Network devices for UCX, as UCX_NET_DEVICES takes them.",
+            "--ib-device",
+            "--disaggregation-ib-device",
+        ),
+    ] = ""
+    devices: Annotated[
+        str, flag(TRANSFER, "One transfer worker each; the model's layers are split over them.")
+    ] = "cpu:0"
+    attach: Annotated[
+        str, flag(TRANSFER, 'Unix socket for engines; "@..." is abstract. [@pdrt-<role>-<port>]')
+    ] = ""
+    page_size: Annotated[int, flag(LIMITS, "Tokens in a page; both roles must agree.")] = 16
+    pool_tokens: Annotated[int, flag(LIMITS, "Tokens the KV pool holds.")] = 32768
+    aux_rows: Annotated[int, flag(LIMITS, "Rooms that may hold an aux row at once.")] = 256
+    rooms_max: Annotated[int, flag(LIMITS, "Slots in the status table.")] = 65536
+    max_running_requests: Annotated[int, flag(LIMITS, "Requests computed at once.")] = 32
+    queue_max: Annotated[int, flag(LIMITS, "Requests in the engine, waiting included.")] = 256
+    bootstrap_timeout: Annotated[
+        float, flag(TIMEOUTS, "The peer's half of a room must appear within this.")
+    ] = 60.0
+    waiting_timeout: Annotated[
+        float, flag(TIMEOUTS, "With both halves known, bytes must move within this.")
+    ] = 60.0
+    transfer_stall_timeout: Annotated[
+        float, flag(TIMEOUTS, "Moving bytes may pause this long.")
+    ] = 30.0
+    quiet_timeout: Annotated[
+        float, flag(TIMEOUTS, "A failed room's memory is fenced by force after this.")
+    ] = 10.0
+    peer_timeout: Annotated[float, flag(TIMEOUTS, "Silence after which a peer counts as lost.")] = (
+        3.0
+    )
+    supervisor_port: Annotated[
+        int, flag(OPERATION, "Health, metrics and rooms over HTTP; 0 picks one.")
+    ] = 0
+    enable_metrics: Annotated[
+        bool, flag(OPERATION, "Accepted for SGLang's sake; metrics are always on.")
+    ] = True
+    log_level: Annotated[str, flag(OPERATION, "debug, info, warning or error.")] = "info"
+    config: Annotated[
+        Path | None, flag(OPERATION, "TOML file with flags as keys; flags and variables win.")
+    ] = field(default=None)
+
+
+TIMEOUT_FIELDS = {
+    "bootstrap_timeout": "bootstrap_s",
+    "waiting_timeout": "waiting_s",
+    "transfer_stall_timeout": "stall_s",
+    "quiet_timeout": "quiet_s",
+    "peer_timeout": "peer_s",
+}
+NOT_SETTINGS = {"ib_device", "enable_metrics", "config", *TIMEOUT_FIELDS}
+
+
+def settings_from(role: str, flags: Flags) -> Settings:
+    """Raises BadConfig."""
+    from pdrt.config import Settings, Timeouts
+
+    values = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in NOT_SETTINGS}
+    values["devices"] = tuple(part for part in flags.devices.split(",") if part)
+    timeouts = Timeouts(**{name: getattr(flags, given) for given, name in TIMEOUT_FIELDS.items()})
+    return Settings(role=role, timeouts=timeouts, **values)
+
+
+def serve(role: str, flags: Flags) -> int:
+    """Run one role until it is stopped; returns the exit code."""
+    import logging
+
+    from pdrt.child import Descriptor
+    from pdrt.config import cache_folder, default_environment
+    from pdrt.runtime import EngineChild, Runtime, listen
+    from pdrt.serving.convert import model_folder
+    from pdrt.serving.model_config import read_model_config
+
+    settings = settings_from(role, flags)
+    logging.basicConfig(
+        level=settings.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s %(name)s role={role} pid=%(process)d %(message)s",
+    )
+    if flags.ib_device:
+        default_environment({"UCX_NET_DEVICES": flags.ib_device})
+    path = Path(settings.model_path) if settings.model_path else None
+    folder = model_folder(path, cache=cache_folder())
+    layout = read_model_config(folder).layout(
+        page_size=settings.page_size, dtype=settings.dtype, ranks=len(settings.devices)
+    )
+    if settings.engine == "none":
+        with Runtime(settings, layout, None) as runtime:
+            _announce(runtime.facts())
+            runtime.run()
+        return 0
+    from pdrt.serving.process import EngineFacts, run_engine
+
+    with listen(settings.host, settings.port, "--port") as http:
+        name = settings.served_model_name or folder.name
+        facts = EngineFacts(settings, folder, name, Descriptor(http.fileno()), version("pdrt"))
+        with Runtime(settings, layout, EngineChild(run_engine, (facts,))) as runtime:
+            _announce(
+                {**runtime.facts(), "http": f"http://{settings.host}:{http.getsockname()[1]}"}
+            )
+            runtime.run()
+    return 0
+
+
+def _announce(facts: dict[str, Any]) -> None:
+    """One JSON line on stdout, so that a script that asked for port 0 can find everything."""
+    import json
+
+    sys.stdout.write(json.dumps({"pdrt": facts}) + "\n")
+    sys.stdout.flush()
+
+
+def _main(role: str, port: int, summary: str) -> None:
+    from cyclopts.config import Env, Toml
+
+    app = App(
+        name=f"pdrt-{role}",
+        help=summary,
+        version=version("pdrt"),
+        config=[Env("PDRT_", command=False)],
+        help_format="plaintext",
+    )
+
+    @app.default
+    def run(flags: Flags = Flags(port=port)) -> int:
+        return serve(role, flags)
+
+    if "--config" in sys.argv[1:-1]:
+        path = sys.argv[sys.argv.index("--config") + 1]
+        app.config = [Env("PDRT_", command=False), Toml(path, must_exist=True)]
+    try:
+        code = app()
+    except PdrtError as error:
+        action = "" if isinstance(error, (BadConfig, DeploymentError)) else " (see the log above)"
+        sys.stderr.write(f"pdrt-{role}: {error.code}: {error}{action}\n")
+        code = 2 if isinstance(error, DeploymentError) else 1
+    sys.exit(code)
+
+
+def prefill() -> None:
+    """Entry point of pdrt-prefill."""
+    _main("prefill", 30000, "Serve prompts: compute their KV cache and send it to decodes.")
+
+
+def decode() -> None:
+    """Entry point of pdrt-decode."""
+    _main("decode", 30001, "Serve tokens: receive KV caches from prefills and generate.")

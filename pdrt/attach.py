@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from pdrt.errors import AttachFailed, PortInUse
+from pdrt.errors import AttachFailed, BadConfig, PortInUse
 from pdrt.protocol.layout import RegionMap
 from pdrt.protocol.peers import instance_digest
 
@@ -89,7 +89,7 @@ def request(
         client.send(msgspec.msgpack.encode(ask))
         data, fds, _, _ = socket.recv_fds(client, REPLY_BYTES_MAX, 260, socket.MSG_CMSG_CLOEXEC)
         reply = msgspec.msgpack.decode(data, type=AttachReply)
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, msgspec.MsgspecError, BadConfig) as error:  # BadConfig: an impossible layout
         client.close()
         for fd in fds:
             os.close(fd)

@@ -108,6 +108,11 @@ def default_environment(values: Mapping[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+def environment_with(values: Mapping[str, str]) -> dict[str, str]:
+    """Our environment for a child, with some variables set."""
+    return {**os.environ, **values}
+
+
 def cache_folder() -> Path:
     """Where converted models lie: $PDRT_CACHE, else $XDG_CACHE_HOME/pdrt, else ~/.cache/pdrt."""
     if chosen := os.environ.get("PDRT_CACHE"):

@@ -28,7 +28,10 @@ Envelope = tuple[Address, AnyMessage]
 Count = Callable[[Counter, int, int], None]
 
 QUEUE_MAX = 1024  # frames waiting to one addressee
-FRAMES_A_TURN = 64  # taken from one socket before the others have their turn
+# Taken from one socket before the others have their turn: frames, and messages in them, for a turn
+# must never last so long that this process looks hung.
+FRAMES_A_TURN = 64
+MESSAGES_A_TURN = 4096
 HANDSHAKE_MS = 2000
 
 
@@ -71,14 +74,19 @@ class Mailbox:
 
     def link(self, name: str, endpoint: str, *, from_peer: bool = False) -> None:
         """Connect to a door.  Returns at once; frames wait in the bounded queue meanwhile.  The
-        same name and endpoint again is no news; another endpoint replaces the link."""
+        same name and endpoint again is no news; another endpoint replaces the link.  Raises
+        ProtocolError on an endpoint that is none: peers name them."""
         if self._endpoints.get(name) == endpoint:
             return
         self.unlink(name)
-        self._endpoints[name] = endpoint
         socket = self._socket(zmq.DEALER)
         socket.set(zmq.ROUTING_ID, self._identity)
-        socket.connect(endpoint)
+        try:
+            socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            socket.close()
+            raise ProtocolError(Malformed.VALUE.name, f"{endpoint!r}: {error.strerror}") from None
+        self._endpoints[name] = endpoint
         self._links[name] = socket
         self._names[socket] = (name, False, from_peer)
         self._poller.register(socket, zmq.POLLIN)
@@ -149,7 +157,10 @@ class Mailbox:
 
     def _drain(self, socket: zmq.Socket[bytes], envelopes: list[Envelope]) -> None:
         name, is_door, from_peer = self._names[socket]
+        enough = len(envelopes) + MESSAGES_A_TURN
         for _ in range(FRAMES_A_TURN):
+            if len(envelopes) >= enough:
+                return
             try:
                 parts = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -33,6 +33,7 @@ What this is *not*: it knows no message, no page and no clock; times are argumen
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -83,6 +84,7 @@ assert DETAIL + DETAIL_BYTES <= SLOT_BYTES
 assert ENTERED + 8 * len(KVPoll) == TRANSPORT
 
 _STATES = tuple(KVPoll)
+_ROLES = frozenset(Role)
 _EVERYTHING = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
@@ -164,6 +166,9 @@ def memory_fd(name: str, length_bytes: int) -> int:
     """A sealed memfd whose memory is reserved, not just sized.  Raises NoMemory."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        # Asked for more than there is, the kernel would not refuse but kill somebody on the way.
+        if length_bytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         os.posix_fallocate(fd, 0, length_bytes)
     except OSError as error:
         os.close(fd)
@@ -181,7 +186,10 @@ class StatusTable:
     def __init__(self, fd: int, me: Owner = NOBODY) -> None:
         """Map the table.  The descriptor stays the caller's.  Raises AttachFailed on a foreign
         one."""
-        self.map = mmap.mmap(fd, os.fstat(fd).st_size)
+        try:
+            self.map = mmap.mmap(fd, max(HEADER_BYTES, os.fstat(fd).st_size))
+        except (OSError, ValueError) as error:
+            raise AttachFailed(f"not a status table: {error}") from None
         (
             magic,
             version,
@@ -194,7 +202,11 @@ class StatusTable:
             self.instance,
             *timeouts,
         ) = HEADER.unpack_from(self.map)
-        if (magic, version, owners, counters) != (MAGIC, LAYOUT_VERSION, OWNERS_MAX, COUNTERS_MAX):
+        self._counters = HEADER_BYTES + OWNERS_MAX * OWNER_BYTES
+        self._slots = self._counters + OWNERS_MAX * COUNTERS_MAX * 8
+        whole = len(self.map) == self._slots + self.rooms_max * SLOT_BYTES
+        ours = (MAGIC, LAYOUT_VERSION, OWNERS_MAX, COUNTERS_MAX)
+        if (magic, version, owners, counters) != ours or role not in _ROLES or not whole:
             self.map.close()
             raise AttachFailed(
                 f"not a status table of layout {LAYOUT_VERSION} "
@@ -203,8 +215,6 @@ class StatusTable:
         self.me = me
         self.role = Role(role)
         self.timeouts_ms = dict(zip(_STATES, timeouts, strict=True))
-        self._counters = HEADER_BYTES + OWNERS_MAX * OWNER_BYTES
-        self._slots = self._counters + OWNERS_MAX * COUNTERS_MAX * 8
         self._view = AtomicView(self.map)
         self._load, self._cas, self._store = (
             self._view.load_u64,
@@ -275,8 +285,10 @@ class StatusTable:
                 if generation & 1:
                     continue
                 generation = (generation + 1) & 0xFFFFFFFF
+                # Before the claim: killed between the two, this process must not leave a claimed
+                # slot beyond the mark, where no sweep would see it.
+                self._raise_high_water(slot + 1)
                 if self._cas(at, word, pack(CLAIMED, False, 0, self.me, generation)) == word:
-                    self._raise_high_water(slot + 1)
                     return slot, generation
             self._find_free()
         self.count(Counter.ROOMS_REFUSED)
@@ -395,18 +407,17 @@ class StatusTable:
         Raises Closed if the handle is stale."""
         at = self._slots + slot * SLOT_BYTES
         word = self._load(at)
-        if word >> GENERATION_SHIFT != generation:
-            raise Closed(f"slot {slot}: generation {generation} is over; the room was cleared")
-        state = word & STATE_MASK
-        if 0 < state < 4:
+        if 0 < word & STATE_MASK < 4 and word >> GENERATION_SHIFT == generation:
             deadline = self._load(at + DEADLINE)
             if (
                 deadline >> TAG_SHIFT == generation & TAG_MASK
                 and deadline & VALUE_MASK < now_ns // MILLISECOND_NS
             ):
                 self.expire(slot, generation, word, now_ns)
-                return _STATES[self._load(at) & STATE_MASK]
-        return _STATES[state]
+                word = self._load(at)  # by now it may even be cleared, and somebody else's
+        if word >> GENERATION_SHIFT != generation:
+            raise Closed(f"slot {slot}: generation {generation} is over; the room was cleared")
+        return _STATES[word & STATE_MASK]
 
     def expire(self, slot: int, generation: int, word: int, now_ns: int) -> None:
         """End a room whose deadline has passed, unless it moved since `word` was read."""
@@ -437,7 +448,10 @@ class StatusTable:
         late = (deadlines & np.uint64(VALUE_MASK)) < np.uint64(now_ns // MILLISECOND_NS)
         late &= fresh & (states > 0) & (states < 4)
         for i in np.flatnonzero(late).tolist():
-            states[i] = self.poll(int(slots[i]), int(generations[i]), now_ns)
+            try:
+                states[i] = self.poll(int(slots[i]), int(generations[i]), now_ns)
+            except Closed:  # cleared since this pass began
+                fresh[i] = False
         states[~fresh] = 255
         return states
 
@@ -459,7 +473,8 @@ class StatusTable:
             return False
         if self._cas(at, word, ((generation + 1) & 0xFFFFFFFF) << GENERATION_SHIFT) != word:
             return False
-        self._free.append(slot)
+        if len(self._free) < self.rooms_max:  # who only clears would collect them without end
+            self._free.append(slot)
         return True
 
     def discard(self, slot: int, generation: int) -> None:

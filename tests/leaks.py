@@ -1,8 +1,8 @@
 """Leak check round the suite: nothing that a test started or opened may outlive it.
 
-After each test: processes.  After the session: processes, descriptors of this process, listening
-sockets, shared memory, and abstract Unix sockets.  `LeakCheck` is a pytest plugin; conftest.py
-registers it.
+After each test: processes.  After the session: processes, threads and descriptors of this process,
+listening sockets, shared memory, and abstract Unix sockets.  `LeakCheck` is a pytest plugin;
+conftest.py registers it.
 
 A process counts as ours if it descends from pytest or carries the marker that pytest put into the
 environment, so orphans are found too.  What fixtures of a wider scope run is not a test's leak: a
@@ -15,15 +15,18 @@ outside this suite holds them.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import os
 import socket
 import stat
-from collections.abc import Callable, Generator
+import threading
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -38,6 +41,10 @@ MARKER = f"LEAKCHECK_{os.getpid()}"  # a variable of its own for each suite, so 
 # pool's wake-up, an OpenMP runtime), however often it is used; a leak by our code grows with tests.
 SPARE_DESCRIPTORS = 8
 
+# One for the life of a process, started by the library's first use.
+FOREIGN_THREADS = {"tqdm_monitor"}
+
+Found = TypeVar("Found")
 Pids = dict[int, float]  # pid -> start time: a pid alone may be somebody else by now
 
 
@@ -104,7 +111,16 @@ def end_processes(pids: Pids) -> None:
             continue
 
 
-# --- what this process has open ---
+# --- what this process runs and has open ---
+
+
+def threads() -> set[threading.Thread]:
+    """Those that Python started; what a foreign library starts in C is its business."""
+    return {t for t in threading.enumerate() if t.is_alive() and t.name not in FOREIGN_THREADS}
+
+
+def describe_thread(thread: threading.Thread) -> str:
+    return f"thread {thread.name!r}{' (daemon)' if thread.daemon else ''}"
 
 
 def open_descriptors() -> dict[int, str]:
@@ -218,17 +234,17 @@ class Census:
     """What there was when the session began."""
 
     processes: Pids = field(default_factory=our_processes)
+    threads: set[threading.Thread] = field(default_factory=threads)
     descriptors: dict[int, str] = field(default_factory=open_descriptors)
     shared_memory: set[str] = field(default_factory=shared_memory)
     abstract_sockets: dict[str, str] = field(default_factory=abstract_sockets)
 
 
-def _left_after_grace(find: Callable[[], Pids]) -> Pids:
-    try:
-        wait_until(lambda: not find(), GRACE_S, "the processes to end")
-    except AssertionError:
-        return find()
-    return {}
+def _left_after_grace(find: Callable[[], Found]) -> Found:
+    """What `find` still finds once everything had its time to end."""
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: not find(), GRACE_S, "nothing to be left")
+    return find()
 
 
 class LeakCheck:
@@ -237,7 +253,7 @@ class LeakCheck:
     def __init__(self) -> None:
         self.before = Census()
         self.leaked: list[str] = []
-        self.first_seen: dict[str, str] = {}  # descriptor's line -> test after which it was there
+        self.first_seen: dict[str, str] = {}  # line of a leak -> test after which it was there
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self) -> None:
@@ -253,9 +269,8 @@ class LeakCheck:
         before = our_processes()
         yield
         leaked = _left_after_grace(lambda: processes_since(before))
-        for descriptor, target in open_descriptors().items():
-            if self.before.descriptors.get(descriptor) != target:
-                self.first_seen.setdefault(f"{descriptor}: {target}", request.node.nodeid)
+        for line in self._opened():
+            self.first_seen.setdefault(line, request.node.nodeid)
         if leaked:
             lines = [describe_process(pid) for pid in leaked]
             end_processes(leaked)
@@ -266,6 +281,8 @@ class LeakCheck:
         processes = _left_after_grace(lambda: processes_since(self.before.processes))
         self.leaked = [describe_process(pid) for pid in processes]
         end_processes(processes)
+        left = _left_after_grace(lambda: threads() - self.before.threads)
+        self.leaked += [describe_thread(thread) for thread in left]
         self.leaked += descriptors_since(self.before.descriptors)
         self.leaked += system_since(self.before)
         if self.leaked and session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
@@ -277,9 +294,15 @@ class LeakCheck:
         terminalreporter.section("LEAKS: the session fails", sep="=", red=True, bold=True)
         for line in self.leaked:
             terminalreporter.line(line)
-        hints = {k: v for k, v in self.first_seen.items() if k in self._still_open()}
-        for what, test in hints.items():
-            terminalreporter.line(f"  descriptor {what} first seen after {test}")
+        opened = set(self._opened())
+        for line, test in self.first_seen.items():
+            if line in opened:
+                terminalreporter.line(f"  {line} first seen after {test}")
 
-    def _still_open(self) -> set[str]:
-        return {f"{descriptor}: {target}" for descriptor, target in open_descriptors().items()}
+    def _opened(self) -> Iterator[str]:
+        """What this process has more than at first; cheap, and more than is a leak."""
+        for thread in threads() - self.before.threads:
+            yield describe_thread(thread)
+        for descriptor, target in open_descriptors().items():
+            if self.before.descriptors.get(descriptor) != target:
+                yield f"descriptor {descriptor}: {target}"

@@ -57,6 +57,13 @@ def test_leaves_many_pipes():
     kept.extend(os.pipe() for _ in range(5))
 """
 
+THREAD = """
+import threading
+
+def test_leaves_a_thread():
+    threading.Thread(target=threading.Event().wait, name="forgotten", daemon=True).start()
+"""
+
 SHARED_MEMORY = """
 def test_leaves_shared_memory():
     open(f"/dev/shm/leak-of-{os.getpid()}", "w").close()
@@ -138,6 +145,7 @@ def test_a_process_left_behind_fails_its_test(tmp_path, source, words):
         pytest.param(MEMFD, "/memfd:table", id="memfd"),
         pytest.param(LISTENER, "listening socket", id="listening-socket"),
         pytest.param(PIPES, "pipe:", id="pipes"),
+        pytest.param(THREAD, "thread 'forgotten' (daemon)", id="thread"),
         pytest.param(SHARED_MEMORY, "shared memory: /dev/shm/leak-of-", id="shared-memory"),
         pytest.param(ABSTRACT, "abstract socket: @pdrt-leak-", id="abstract-socket"),
     ],

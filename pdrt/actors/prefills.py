@@ -17,6 +17,7 @@ import msgspec
 
 from pdrt.clock import to_ns
 from pdrt.config import Timeouts
+from pdrt.errors import BadConfig
 from pdrt.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout, RegionMap, first_difference
@@ -142,7 +143,7 @@ class Prefills:
     def _name_difference(self, theirs: bytes) -> str:
         try:
             layout = msgspec.msgpack.decode(theirs, type=Layout)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, BadConfig):  # BadConfig: an impossible layout
             return "the prefill's layout cannot be read"
         return first_difference(self._layout, layout) or "equal layouts, different digests"
 

@@ -33,6 +33,7 @@ from pdrt.shm_status import INCARNATION_MASK, Handle, Owner, StatusTable
 
 ROOM_MAX = (1 << 63) - 1
 UPKEEP_NS = 20 * MILLISECOND_NS
+RENEW_NS = 1000 * MILLISECOND_NS
 
 
 class KVManager:
@@ -68,7 +69,7 @@ class KVManager:
         self._rooms: dict[int, KVRoom] = {}
         self._seen_listener = self.table.incarnation(self._listener_row)
         self._seen_workers = [self.table.incarnation(row) for row in self._worker_rows]
-        self._upkeep_ns = 0
+        self._upkeep_ns = self._renewed_ns = 0
         self._desk = Desk(
             self.table,
             self._mailbox,
@@ -168,7 +169,12 @@ class KVManager:
             if incarnation not in (0, self._seen_workers[rank]):
                 self._seen_workers[rank] = incarnation
                 new_workers.append(rank)
+        renew = now_ns - self._renewed_ns >= RENEW_NS
+        if renew:
+            self._renewed_ns = now_ns
         for room in list(self._rooms.values()):
+            if renew:
+                room.renew_queued(now_ns)
             if isinstance(room, KVReceiver):
                 sent = room.resend(now_ns, restarted=new_listener)
             else:

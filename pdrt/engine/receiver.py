@@ -68,6 +68,10 @@ class KVReceiver(KVRoom):
         self._resent_ns = now_ns
         self._desk.flush()
 
+    @property
+    def queued(self) -> bool:
+        return not self._destinations
+
     def resend(self, now_ns: int, *, restarted: bool) -> bool:
         """Tell a listener that was restarted, or that may have missed it, about this room again."""
         if self._verdict is not None:

@@ -167,6 +167,20 @@ class KVRoom:
         state = self.poll()
         return RoomTimeline(self.room, state, self._reason, name, moved_bytes, self._chunks, *spans)
 
+    @property
+    def queued(self) -> bool:
+        """Is the next step this engine's own?  Then the room waits in its queue."""
+        raise NotImplementedError
+
+    def renew_queued(self, now_ns: int) -> None:
+        """A room that waits for its own living engine is not late: the deadline is for an engine
+        that is gone."""
+        if self._verdict is None and self.queued:
+            for h in self._handles:
+                word = self._table.read(h.slot, h.generation)
+                if word is not None and word.state is KVPoll.WaitingForInput:
+                    self._table.renew_state(h.slot, h.generation, now_ns)
+
     def _fault(self, reason: Reason, now_ns: int) -> None:
         for h in self._handles:
             self._table.move(h.slot, h.generation, Event.FAULT, now_ns=now_ns, reason=reason)

@@ -60,6 +60,10 @@ class KVSender(KVRoom):
         self._post_from(len(self._sent) - 1)
         self._desk.flush()
 
+    @property
+    def queued(self) -> bool:
+        return not self._sent
+
     def _post_from(self, first: int, rank: int | None = None) -> None:
         for r, handle in enumerate(self._handles):
             if rank not in (None, r):

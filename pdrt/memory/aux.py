@@ -20,6 +20,7 @@ from pdrt.protocol.layout import AUX_ROW_BYTES, RegionMap
 
 TOP_MAX = 20
 ROW = struct.Struct(f"<Qifii{TOP_MAX}i{TOP_MAX}f")
+WIPED = b"\xff" * AUX_ROW_BYTES
 assert ROW.size <= AUX_ROW_BYTES
 
 
@@ -46,13 +47,14 @@ class AuxRows:
         return self.rows_count - len(self._free)
 
     def reserve(self) -> int:
-        """A row nobody uses, wiped so that an old room id cannot pass for a new one."""
+        """A row nobody uses, wiped so that an old room id cannot pass for a new one: with ones, for
+        zero is a legal room, and no room has the highest bit."""
         if not self._free:
             raise AuxFull(f"all {self.rows_count} aux rows are in use; raise --aux-rows")
         index = self._free.pop()
         for region, offset in self._regions:
             start = offset + index * AUX_ROW_BYTES
-            region[start : start + AUX_ROW_BYTES] = bytes(AUX_ROW_BYTES)
+            region[start : start + AUX_ROW_BYTES] = WIPED
         return index
 
     def release(self, index: int) -> None:
@@ -84,5 +86,7 @@ class AuxRows:
             found, token, logprob, prompt_tokens, tops, *rest = ROW.unpack_from(region, start)
             if found != room:
                 raise CorruptAux(room, f"aux row {index} of rank {rank} belongs to room {found}")
+            if not 0 <= tops <= TOP_MAX:
+                raise CorruptAux(room, f"aux row {index} of rank {rank} has {tops} tops")
         top = tuple(zip(rest[:tops], rest[TOP_MAX : TOP_MAX + tops], strict=True))
         return AuxRow(room, token, logprob, prompt_tokens, top)

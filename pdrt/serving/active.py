@@ -164,6 +164,7 @@ class ActiveRequest:
     def _tell(self, delta: Delta) -> None:
         if delta.finish_reason is not None or delta.error is not None:
             delta.meta = self.meta
-            self.phase = Phase.OVER
             self.side.release(self)
+            # Only now: whoever counts requests from another thread must find the pages given back.
+            self.phase = Phase.OVER
         self._sink(delta)

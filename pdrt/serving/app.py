@@ -110,7 +110,7 @@ class GenerationEndpoint:
         return reply.whole()
 
     async def _stream(self, reply: Reply, events: EventStream) -> None:
-        async with Choices(self._generator, reply.requests) as choices:
+        async with Choices(self._generator, reply.requests) as choices, events.kept_alive():
             async for index, delta in choices:
                 reply.taken[index].add(delta)
                 await events.send(reply.chunk(index, delta))
@@ -248,6 +248,7 @@ class Facts:
                 "dp_size": info.dp_size,
                 "max_model_len": info.max_model_len,
                 "max_total_num_tokens": info.tokens_max,
+                "max_running_requests": info.running_max,
                 "version": info.version,
                 "status": "ready" if self._ready()[0] else "not_ready",
                 "internal_states": [self._generator.stats()],

@@ -10,7 +10,8 @@ import asyncio
 import errno
 import socket
 import uuid
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -34,6 +35,7 @@ RETRY_AFTER_S = 1
 # Idle connections of routers live for 90 s (llm-d's sidecar); a server that closes first makes the
 # next request on such a connection fail with a reset.
 KEEP_ALIVE_S = 120
+STREAM_SILENCE_S = 1.0
 
 encode = msgspec.json.encode
 
@@ -109,6 +111,28 @@ class EventStream:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.started = False
+        self._written = 0
+
+    @asynccontextmanager
+    async def kept_alive(self, pause_s: float = STREAM_SILENCE_S) -> AsyncIterator[None]:
+        """Send a comment whenever the started stream was silent for so long.
+
+        A router that only passes chunks on notices a client that left when there is one to pass;
+        without this, a request whose decode stalls would never be given up.
+        """
+        task = asyncio.create_task(self._comment(pause_s))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _comment(self, pause_s: float) -> None:
+        while True:
+            written = self._written
+            await asyncio.sleep(pause_s)
+            if self.started and self._written == written:
+                await self._write(b": still here\n\n")
 
     async def send(self, payloads: Sequence[Any]) -> None:
         if payloads:
@@ -119,6 +143,7 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _write(self, body: bytes) -> None:
+        self._written += 1
         if not self.started:
             self.started = True
             headers = [

@@ -73,6 +73,7 @@ class ServerInfo:
     tp_size: int = 1
     dp_size: int = 1
     tokens_max: int | None = None  # tokens the KV pool holds; None: unknown
+    running_max: int | None = None  # requests decoded at once; smg admits by it
     choices_max: int = 128  # prompts times n in one body
     logprobs_max: int = 20  # alternatives a token
 

@@ -97,6 +97,8 @@ async def _serve(
         role=settings.role,
         bootstrap_port=settings.bootstrap_port,
         max_model_len=context_tokens,
+        tokens_max=settings.pages_count * settings.page_size,
+        running_max=settings.max_running_requests,
         version=facts.version,
     )
     generator = AsyncGenerator(loop)

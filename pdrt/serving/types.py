@@ -32,7 +32,9 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # how many alternatives a token; None: no logprobs at all; 0: chosen token only
+    logprobs: int | None = (
+        None  # how many alternatives a token; None: no logprobs at all; 0: chosen token only
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

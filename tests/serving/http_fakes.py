@@ -31,6 +31,7 @@ INFO = ServerInfo(
     max_model_len=64,
     vocab_size=0x110000,
     tokens_max=1000,
+    running_max=48,
     choices_max=8,
 )
 

@@ -70,6 +70,7 @@ def test_server_info_has_what_routers_read(path: str):
     assert body["model_path"] == "/models/tiny"
     assert body["disaggregation_mode"] == "decode"
     assert (body["tp_size"], body["dp_size"]) == (1, 1)
+    assert body["max_running_requests"] == 48
     assert body["internal_states"] == [{"running": 3, "waiting": 2, "tokens": 250}]
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from typing import Any
 
 import pytest
+from starlette.types import Message
 
 from pdrt.errors import Draining, PeerLost, PortInUse
-from pdrt.serving.http import open_listener
+from pdrt.serving.http import EventStream, open_listener
 from pdrt.serving.types import Delta, FinishReason
 from tests.serving.http_fakes import (
     FakeGenerator,
@@ -170,3 +172,22 @@ def test_a_port_in_use_is_a_typed_error():
 def test_an_ipv6_host_can_be_served():
     with open_listener("::1", 0) as listener:
         assert listener.family is socket.AF_INET6
+
+
+def test_a_silent_stream_says_that_it_is_still_there():
+    sent: list[Message] = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def stream() -> None:
+        events = EventStream(send)
+        async with events.kept_alive(pause_s=0.001):
+            await asyncio.sleep(0)
+            assert not sent, "before the first event the status is still open"
+            await events.send([{"n": 1}])
+            async with asyncio.timeout(DEADLINE_S):
+                while not any(m.get("body") == b": still here\n\n" for m in sent):
+                    await asyncio.sleep(0)
+
+    asyncio.run(stream())

@@ -56,8 +56,7 @@ def greedy_by_pages(
     return tokens[len(prompt) :], margins
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize(("page_size", "ranks"), [(1, 1), (4, 2), (16, 1), (16, 3)])
 @pytest.mark.parametrize("chunk", [1, 5, 16, 1000])
 def test_chunked_paged_greedy_output_is_that_of_generate(
     tiny_folder: Path, ranks: int, page_size: int, chunk: int

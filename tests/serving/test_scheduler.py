@@ -237,6 +237,18 @@ def test_scarce_memory_delays_and_wedges_nothing(pair_of: Callable[..., Pair], s
     pair.assert_nothing_is_left()
 
 
+def test_a_large_request_is_not_overtaken_for_ever(single_of: Callable[..., Single]) -> None:
+    engine = single_of(pages_count=16).engine
+    running, large, small = Answer(), Answer(), Answer()
+    engine.submit(ask(prompt(9), max_tokens=20, ignore_eos=True), running.add)
+    engine.submit(ask(prompt(50), ignore_eos=True), large.add)
+    engine.submit(ask(prompt(2), max_tokens=1, ignore_eos=True), small.add)
+    while not large.token_ids:
+        assert not small.token_ids, "it would fit, but the large one came first"
+        engine.iterate()
+    assert running.last is not None
+
+
 def test_a_peer_that_never_comes_holds_back_nobody(pair_of: Callable[..., Pair]) -> None:
     pair, lonely = pair_of(pages_count=30), Answer()
     pair.prefill.submit(pair.with_room(ask(prompt(90))), lonely.add)
@@ -249,11 +261,11 @@ def test_a_peer_that_never_comes_holds_back_nobody(pair_of: Callable[..., Pair])
 def test_requests_alone_run_on_either_side(pair_of: Callable[..., Pair], reference: Single) -> None:
     pair = pair_of()
     (wanted,) = reference.run([ask(prompt(9))])
-    for engine in (pair.prefill, pair.decode):
-        answer = Answer()
-        engine.submit(ask(prompt(9)), answer.add)
-        pair.turn_until(lambda answer=answer: answer.last is not None)
-        assert answer.token_ids == wanted.token_ids
+    answers = [Answer(), Answer()]
+    pair.prefill.submit(ask(prompt(9)), answers[0].add)
+    pair.decode.submit(ask(prompt(9)), answers[1].add)
+    pair.turn_until(lambda: all(answer.last for answer in answers))
+    assert [answer.token_ids for answer in answers] == [wanted.token_ids] * 2
     pair.assert_nothing_is_left()
 
 

@@ -1,0 +1,183 @@
+"""The postal network of the world: mailboxes of actors that share one thread and one clock.
+
+A `Box` is what an actor sees of it (`Postman`).  Its frames go through the real codec.  Between two
+boxes the order is kept; a frame to a dead process is lost if it was on its way when the process
+died, and waits for the successor if it was sent later, since the supervisor owns the door.  Frames
+between trees may also be lost, repeated or late, and a cut link loses or delays all of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass, field
+
+from pdrt.clock import MILLISECOND_NS
+from pdrt.mailbox import Address, Envelope
+from pdrt.protocol import codec
+from pdrt.protocol.messages import AnyMessage
+
+WAITING_MAX = 1024  # frames that wait for a door to open
+
+
+@dataclass
+class Weather:
+    """How peer links behave.  Local links only ever lose what a death takes with it."""
+
+    loss: float = 0.0
+    repeat: float = 0.0
+    delay_ms: tuple[int, int] = (1, 3)
+    held_when_cut: float = 0.5  # of the frames sent into a cut, these arrive when it is mended
+
+
+@dataclass(order=True)
+class Frame:
+    due_ns: int
+    number: int
+    source: Box = field(compare=False)
+    endpoint: str = field(compare=False)  # of the door that it leaves from or goes to
+    link: str = field(compare=False)  # name of the link at the dialling box
+    target: Box | None = field(compare=False)  # None: whoever owns the endpoint
+    data: bytes = field(compare=False)
+
+
+class Post:
+    """Carries frames.  `clock_ns` is set by the world."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.weather = Weather()
+        self.now_ns = 0
+        self.cuts: set[frozenset[str]] = set()  # pairs of trees
+        self.carried = 0
+        self._number = 0
+        self._flying: list[Frame] = []
+        self._held: list[Frame] = []
+        self._waiting: dict[str, list[Frame]] = {}
+        self._last_due: dict[tuple[str, str, bool], int] = {}
+        self.doors: dict[str, Box] = {}
+        self.boxes: dict[bytes, Box] = {}
+
+    def send(self, source: Box, endpoint: str, link: str, target: Box | None, data: bytes) -> None:
+        """Put a frame on its way.  `target` is set for an answer through a door."""
+        low, high = 0, 1
+        arrivals = [0]
+        if endpoint.startswith("tcp://"):
+            low, high = self.weather.delay_ms
+            if self.rng.random() < self.weather.loss:
+                return
+            if self.rng.random() < self.weather.repeat:
+                arrivals.append(self.rng.randrange(1, 300))
+        lane = (source.name, f"{endpoint}/{target.name if target else ''}", target is None)
+        for extra_ms in arrivals:
+            due_ns = self.now_ns + self.rng.randint(low, high) * MILLISECOND_NS
+            if extra_ms:
+                due_ns += extra_ms * MILLISECOND_NS
+            else:
+                due_ns = self._last_due[lane] = max(due_ns, self._last_due.get(lane, 0))
+            self._number += 1
+            frame = Frame(due_ns, self._number, source, endpoint, link, target, data)
+            heapq.heappush(self._flying, frame)
+
+    def deliver(self, now_ns: int) -> None:
+        self.now_ns = now_ns
+        while self._flying and self._flying[0].due_ns <= now_ns:
+            self._arrive(heapq.heappop(self._flying))
+
+    def _arrive(self, frame: Frame) -> None:
+        target = frame.target or self.doors.get(frame.endpoint)
+        if target is None:
+            waiting = self._waiting.setdefault(frame.endpoint, [])
+            if len(waiting) < WAITING_MAX:
+                waiting.append(frame)
+            return
+        if frozenset((frame.source.tree, target.tree)) in self.cuts:
+            if self.rng.random() < self.weather.held_when_cut:
+                self._held.append(frame)
+            return
+        self.carried += 1
+        peer = frame.endpoint.startswith("tcp://")
+        messages = codec.decode(frame.data, from_peer=peer)
+        if frame.target is None:
+            sender: Address = (target.door_names[frame.endpoint], frame.source.identity)
+        else:
+            if not target.alive or target.links.get(frame.link) != frame.endpoint:
+                return
+            sender = frame.link
+        target.inbox.extend((sender, message) for message in messages)
+
+    def mend(self, a: str, b: str) -> None:
+        self.cuts.discard(frozenset((a, b)))
+        held, self._held = self._held, []
+        for frame in held:
+            self._arrive(frame)
+
+    def open_door(self, box: Box, name: str, endpoint: str) -> None:
+        self.doors[endpoint] = box
+        box.door_names[endpoint] = name
+        for frame in self._waiting.pop(endpoint, []):
+            self._arrive(frame)
+
+    def bury(self, box: Box) -> None:
+        """The process is gone, and what was on its way to it."""
+        box.alive = False
+        box.inbox.clear()
+        endpoints = {e for e, owner in self.doors.items() if owner is box}
+        for endpoint in endpoints:
+            del self.doors[endpoint]
+        self.boxes.pop(box.identity, None)
+
+        def lost(frame: Frame) -> bool:
+            return frame.target is box or (frame.target is None and frame.endpoint in endpoints)
+
+        self._flying = [frame for frame in self._flying if not lost(frame)]
+        heapq.heapify(self._flying)
+        self._held = [frame for frame in self._held if not lost(frame)]
+
+
+class Box:
+    """The mailbox of one process; see `pdrt.mailbox.Postman`."""
+
+    def __init__(self, post: Post, tree: str, name: str) -> None:
+        self._post = post
+        self.tree = tree
+        self.name = name
+        self.identity = name.encode()
+        self.alive = True
+        self.links: dict[str, str] = {}
+        self.door_names: dict[str, str] = {}
+        self.inbox: list[Envelope] = []
+        self._outgoing: dict[Address, list[AnyMessage]] = {}
+        post.boxes[self.identity] = self
+
+    def post(self, to: Address, message: AnyMessage) -> None:
+        self._outgoing.setdefault(to, []).append(message)
+
+    def link(self, name: str, endpoint: str, *, from_peer: bool = False) -> None:
+        self.links[name] = endpoint
+
+    def unlink(self, name: str) -> None:
+        self.links.pop(name, None)
+        self._outgoing.pop(name, None)
+
+    def flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, {}
+        for to, messages in outgoing.items():
+            data = codec.encode(messages)
+            if isinstance(to, str):
+                if (endpoint := self.links.get(to)) is not None:
+                    self._post.send(self, endpoint, to, None, data)
+                continue
+            door, identity = to
+            target = self._post.boxes.get(identity)
+            endpoint = next(e for e, name in self.door_names.items() if name == door)
+            if target is None:
+                continue
+            for link, dialled in target.links.items():
+                if dialled == endpoint:
+                    self._post.send(self, endpoint, link, target, data)
+                    break
+
+    def receive(self) -> list[Envelope]:
+        inbox, self.inbox = self.inbox, []
+        return inbox

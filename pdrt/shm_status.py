@@ -481,8 +481,12 @@ class StatusTable:
         """Undo an `open` that nobody has been told of."""
         at = self._slots + slot * SLOT_BYTES
         word = self._load(at)
-        if word >> GENERATION_SHIFT == generation:
-            self._cas(at, word, ((generation + 1) & 0xFFFFFFFF) << GENERATION_SHIFT)
+        while word >> GENERATION_SHIFT == generation:  # told or not, others see it and may move it
+            free = ((generation + 1) & 0xFFFFFFFF) << GENERATION_SHIFT
+            seen = self._cas(at, word, free)
+            if seen == word:
+                return
+            word = seen
 
     # --- what travels beside the word ------------------------------------------------------------
 

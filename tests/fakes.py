@@ -156,6 +156,8 @@ class FakePair:
                 ours.fault(Reason.PEER_ABORTED)
             elif theirs is not None and number in self.prefill.given_up:
                 theirs.fault(Reason.PEER_ABORTED)
+            if theirs is not None and theirs.state is KVPoll.Failed:
+                self._land_late(theirs)
             for room in (ours, theirs):
                 if room is not None and room.state is KVPoll.Failed:
                     room.pumps_until_quiet = max(0, room.pumps_until_quiet - 1)
@@ -166,9 +168,6 @@ class FakePair:
 
     def _move(self, ours: FakeRoom, theirs: FakeRoom) -> None:
         if KVPoll.Failed in (ours.state, theirs.state):
-            late = ours.chunks and ours.pumps_until_quiet and theirs.pumps_until_quiet
-            if late:  # what was posted before the abort still lands
-                self._land(ours, theirs)
             ours.fault(Reason.PEER_ABORTED)
             theirs.fault(Reason.PEER_ABORTED)
         elif ours.state is KVPoll.Bootstrapping and theirs.state is KVPoll.Transferring:
@@ -191,11 +190,22 @@ class FakePair:
             if last:
                 row = self.prefill.aux_row(rank, ours.aux_index)
                 self.decode.aux_row(rank, theirs.aux_index)[:] = row
-        if last and KVPoll.Failed not in (ours.state, theirs.state):
+        if last:
             assert len(ours.pages) == len(theirs.pages) == ours.pages_count
             self.landed_count += 1
             self._compare(ours, theirs)
             ours.state = theirs.state = KVPoll.Success
+
+    def _land_late(self, theirs: FakeRoom) -> None:
+        """Until a room is quiet its bytes may still land: here, in every page, and all ones, which
+        nobody can take for KV."""
+        if theirs.pages is None or theirs.pumps_until_quiet == 0:
+            return
+        for rank in range(self.decode.layout.ranks):
+            for target in theirs.pages.tolist():
+                assert self.page_in_use(target), f"bytes land in page {target}, which is free"
+                page = self.decode.page(rank, target)
+                page[:] = b"\xff" * len(page)
 
     def _compare(self, ours: FakeRoom, theirs: FakeRoom) -> None:
         assert ours.pages is not None

@@ -20,11 +20,11 @@ ROOT = Path(__file__).parent.parent
 
 RANK = {  # a part may import only parts of a lower rank; equals never meet
     "errors": 0, "clock": 0,
-    "protocol": 1, "config": 1, "child": 1, "loop": 1,  # all need errors or clock
+    "protocol": 1, "config": 1, "supervision": 1, "child": 1, "loop": 1,  # need errors or clock
     "memory": 2, "shm_status": 2, "mailbox": 2, "supervisor": 2, "attach": 2,
     "transports": 3, "metrics": 3,
-    "actors": 4, "engine": 4,
-    "runtime": 5, "health": 5,
+    "actors": 4, "engine": 4, "health": 4,
+    "runtime": 5,
     "serving": 6, "integrations": 6,
     "cli": 7,
     "__init__": 8,  # pdrt itself: public names for users, so nothing inside may import it
@@ -35,6 +35,7 @@ HOME = {  # each foreign library has one home; a folder ends in a slash
     "atomicshm": ["pdrt/shm_status.py"],
     "cyclopts": ["pdrt/cli/"],
     "gguf": ["pdrt/serving/"],
+    "httpx": ["pdrt/cli/"],
     "jinja2": ["pdrt/serving/"],
     "multiprocessing": ["pdrt/supervisor.py", "pdrt/child.py"],
     "nixl": ["pdrt/transports/nixl.py"],
@@ -56,7 +57,15 @@ EVERYWHERE = {"msgspec", "numpy", "psutil", "structlog"}  # foreign, and welcome
 
 # What a supervisor or a listener would be slow and fragile with, its imports' imports included.
 HEAVY = ["torch", "transformers", "nixl", "nixl_cu12", "nixl_cu13", "cyclopts"]
-LIGHT_MODULES = ["pdrt.supervisor", "pdrt.child", "pdrt.actors.bootstrap", "pdrt.shm_status"]
+LIGHT_MODULES = [
+    "pdrt.actors.boot",
+    "pdrt.actors.decode_listener",
+    "pdrt.actors.janitor",
+    "pdrt.actors.prefill_listener",
+    "pdrt.runtime",
+    "pdrt.shm_status",
+    "pdrt.supervisor",
+]
 
 MODULE_LINES_MAX, FUNCTION_LINES_MAX = 400, 60
 # "module" or "module:function" -> its own limit.  Each entry says why it is not split.

@@ -37,7 +37,7 @@ from pdrt.protocol.messages import (
     WorkerUp,
 )
 from pdrt.protocol.peers import instance_digest, transport_code
-from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason
+from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason, told_by_peer
 from pdrt.shm_status import STATE_MASK, Handle, StatusTable
 
 SCAN_NS = 20 * MILLISECOND_NS
@@ -253,7 +253,7 @@ class DecodeListener:
         self._table.count(Counter.ABORTS_TAKEN)
         room = self._find(abort.slot, abort.generation)
         if room is not None:
-            self._fault(room, self._reason_of(abort), now_ns, tell=False)
+            self._fault(room, told_by_peer(abort.reason), now_ns, tell=False)
         if abort.quiet:
             self._become_quiet(abort.slot, abort.generation)
         self._mailbox.post(
@@ -262,17 +262,6 @@ class DecodeListener:
                 abort.room, abort.rank, abort.slot, abort.generation, abort.instance, abort.quiet
             ),
         )
-
-    @staticmethod
-    def _reason_of(abort: Abort) -> Reason:
-        """What prefill's reason means here: its engine's choice is an abort by the peer, its faults
-        keep their name."""
-        try:
-            reason = Reason(abort.reason)
-        except ValueError:
-            return Reason.PEER_ABORTED
-        mine = (Reason.NONE, Reason.ABORTED, Reason.CLIENT_GONE, Reason.SHUTDOWN)
-        return Reason.PEER_ABORTED if reason in mine else reason
 
     def _on_abort_taken(self, taken: AbortTaken) -> None:
         for room in list(self._failing.values()):

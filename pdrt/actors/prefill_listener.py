@@ -7,14 +7,12 @@ repeat when asked (`Resync`).  So killing it costs nothing but the time to start
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
 from pdrt.actors.decodes import Decode, Decodes, worker_link
+from pdrt.actors.past import NOBODY, Past, Room, theirs_of
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.mailbox import Address, Postman
@@ -33,42 +31,15 @@ from pdrt.protocol.messages import (
     Heartbeat,
     Hello,
     Introduction,
-    Landed,
     Opened,
     PeerWarm,
     WorkerUp,
 )
 from pdrt.protocol.peers import instance_digest, transport_code
-from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason
+from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason, told_by_peer
 from pdrt.shm_status import STATE_MASK, Handle, StatusTable
 
 SCAN_NS = 20 * MILLISECOND_NS
-MEMORY_MAX = 65536  # early destinations, tombstones and past successes, each
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-@dataclass(slots=True)
-class Room:
-    """What is known of one rank of a room of our table."""
-
-    handle: Handle
-    rank: int
-    instance: str = ""  # of the decode that waits for it
-    slot: int = -1  # decode's handle
-    generation: int = 0
-    destination: Destination | None = None
-    failed: bool = False
-    fenced: bool = False  # our worker says that nothing can land at decode any more
-    reason: Reason = Reason.NONE
-    told_quiet: bool = False
-    abort_due_ns: int = 0  # 0: no abort waits for its acknowledgement
-    abort_until_ns: int = 0
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.handle.room, self.rank
 
 
 class PrefillListener:
@@ -101,14 +72,14 @@ class PrefillListener:
         self._rooms: dict[int, Room] = {}  # by slot
         self._by_id: dict[tuple[int, int], Room] = {}  # (room, rank), while they have no verdict
         self._failing: dict[Handle, Room] = {}  # failed, and decode has yet to know all of it
-        self._early: OrderedDict[tuple[int, int], Destination] = OrderedDict()
-        self._tombstones: OrderedDict[tuple[int, int], Abort] = OrderedDict()
-        self._successes: OrderedDict[tuple[str, int, int], Landed] = OrderedDict()
-        self._scanned_ns = 0
+        self._past = Past(to_ns(timeouts.bootstrap_s))
+        self._scanned_ns = 0  # 0: never, so rooms may be open or failed that we have not seen
 
     # --- messages --------------------------------------------------------------------------------
 
     def handle(self, sender: Address, message: AnyMessage, now_ns: int) -> None:
+        if not self._scanned_ns:
+            self._scan(now_ns)  # no answer before we know what our predecessor left
         match message:
             case Destination():
                 self._on_destination(sender, message, now_ns)
@@ -126,7 +97,7 @@ class PrefillListener:
             case AbortTaken():
                 self._on_abort_taken(message)
             case Expect():
-                self._on_expect(sender, message)
+                self._on_expect(sender, message, now_ns)
             case Hello():
                 self._decodes.hello(sender, message, now_ns)
             case Introduction():
@@ -151,9 +122,9 @@ class PrefillListener:
                 if room is not None and room.destination is None:
                     self._table.renew_state(room.handle.slot, room.handle.generation, now_ns)
         served = [
-            (room.slot, room.generation)
+            room.theirs[1:]
             for room in self._by_id.values()
-            if room.instance == beat.instance and room.destination is not None
+            if room.theirs[0] == beat.instance and room.destination is not None
         ]
         rooms = np.array(served, dtype="<u8").tobytes()
         epoch = self._table.me.incarnation
@@ -162,47 +133,64 @@ class PrefillListener:
     # --- a room and its destination meet ---------------------------------------------------------
 
     def _adopt(self, handle: Handle, rank: int, now_ns: int) -> None:
-        """Take note of a room that is open in the table."""
+        """Take note of a room of the table."""
         known = self._rooms.get(handle.slot)
         if known is not None:
             if known.handle == handle:
                 return
             self._look(known, now_ns)
         word = self._table.read(handle.slot, handle.generation)
-        if word is None or word.state not in OPEN or rank >= self._layout.ranks:
+        if word is None or rank >= self._layout.ranks:
             return
-        room = self._rooms[handle.slot] = self._by_id[handle.room, rank] = Room(handle, rank)
-        early = self._early.pop(room.key, None)
-        tombstone = self._tombstones.pop(room.key, None)
+        room = Room(handle, rank)
+        if word.state not in OPEN:
+            if word.state is KVPoll.Failed and not self._scanned_ns:
+                self._fail(room, word.reason, now_ns)
+            return
+        self._rooms[handle.slot] = self._by_id[room.key] = room
+        past = self._past
+        past.unclaimed.pop(room.key, None)
+        asked, early = past.asked.pop(room.key, None), past.early.pop(room.key, None)
+        if asked is not None:
+            room.theirs = theirs_of(asked)
         if early is not None:
             self._match(room, early, now_ns)
-        elif tombstone is not None and tombstone.instance:
-            self._fault(room, Reason.PEER_ABORTED, now_ns)
+        elif (given_up := past.take_given_up(room.key, now_ns)) is not None:
+            room.theirs = given_up
+            self._fault(room, Reason.PEER_ABORTED, now_ns, tell=False)
 
     def _on_destination(self, sender: Address, destination: Destination, now_ns: int) -> None:
         decode = self._decodes.get(destination.instance)
         if decode is None:
             self._decodes.resync(sender)
             return
+        if self._answer_past(sender, destination, now_ns):
+            return
         key = (destination.room, destination.rank)
         room = self._by_id.get(key)
         reason = self._refusal(destination, decode)
-        if room is None and reason is Reason.NONE:
-            if self._past(sender, destination):
-                return
-            if len(self._early) >= MEMORY_MAX:
-                reason = Reason.PEER_REFUSED
+        if self._is_taken(room, destination) or (room is None and self._past.full):
+            reason = Reason.PEER_REFUSED
         if reason is not Reason.NONE:
             if room is not None and room.destination is None:
-                self._fault(room, reason, now_ns)
+                room.theirs = theirs_of(destination)
+                self._fault(room, reason, now_ns, tell=False)
             self._mailbox.post(sender, self._abort_for(destination, reason, quiet=True))
             return
         if room is None:
-            self._early[key] = destination
+            self._past.early[key] = destination
         else:
             self._match(room, destination, now_ns)
         taken = DestinationTaken(destination.slot, destination.generation)
         self._mailbox.post(sender, taken)
+
+    def _is_taken(self, room: Room | None, destination: Destination) -> bool:
+        """Does another decode, or another room of this one, have that id?"""
+        theirs = theirs_of(destination)
+        if room is not None:
+            return room.destination is not None and room.theirs != theirs
+        early = self._past.early.get((destination.room, destination.rank))
+        return early is not None and early.instance != destination.instance
 
     @staticmethod
     def _refusal(destination: Destination, decode: Decode) -> Reason:
@@ -226,16 +214,19 @@ class PrefillListener:
             return
         handle = room.handle
         decode = self._decodes.get(destination.instance)
-        room.destination, room.instance = destination, destination.instance
-        room.slot, room.generation = destination.slot, destination.generation
+        room.destination, room.theirs = destination, theirs_of(destination)
         self._table.set_path(
             handle.slot,
             transport_code(decode.transport(destination.rank) if decode is not None else ""),
             instance_digest(destination.instance),
         )
         if self._table.move(handle.slot, handle.generation, Event.PEER_KNOWN, now_ns=now_ns):
-            self._deliver(room)
+            room.matched = True
             self._wake(self._table.opener_row(handle.slot))
+        # Known already: to a listener before us, whose Deliver may have died with it.
+        word = self._table.read(handle.slot, handle.generation)
+        if word is not None and word.state in OPEN:
+            self._deliver(room)
         else:
             self._look(room, now_ns)
 
@@ -247,59 +238,53 @@ class PrefillListener:
 
     # --- decode asks, decode gives up ------------------------------------------------------------
 
-    def _past(self, sender: Address, asked: Destination | Expect) -> bool:
+    def _answer_past(self, sender: Address, asked: Destination | Expect, now_ns: int) -> bool:
         """Answer for a room that is over here.  False if nothing is remembered of it."""
-        key = (asked.room, asked.rank)
-        landed = self._successes.get((asked.instance, asked.slot, asked.generation))
-        if landed is not None:
-            self._mailbox.post(sender, landed)
-            return True
-        tombstone = self._tombstones.get(key)
-        if tombstone is None:
-            return False
-        theirs = tombstone.slot, tombstone.generation
-        if tombstone.instance == asked.instance and theirs != (asked.slot, asked.generation):
-            del self._tombstones[key]  # decode gave that one up and uses the id again
-            return False
-        self._mailbox.post(sender, self._abort_for(asked, tombstone.reason, quiet=True))
+        theirs = theirs_of(asked)
+        if theirs not in self._past.over:
+            room = self._past.unclaimed.pop((asked.room, asked.rank), None)
+            if room is None:
+                return False
+            room.theirs = theirs
+            self._claim(room, now_ns, tell=True)
+        self._mailbox.post(sender, self._past.over[theirs])
         return True
 
-    def _on_expect(self, sender: Address, expect: Expect) -> None:
-        key = (expect.room, expect.rank)
+    def _on_expect(self, sender: Address, expect: Expect, now_ns: int) -> None:
+        if self._answer_past(sender, expect, now_ns):
+            return
+        key, theirs = (expect.room, expect.rank), theirs_of(expect)
         room = self._by_id.get(key)
-        if room is not None:
-            if not room.instance:
-                room.instance = expect.instance
-                room.slot, room.generation = expect.slot, expect.generation
+        if room is not None and room.destination is None:
+            room.theirs = theirs
             return
-        mine = expect.slot, expect.generation, expect.instance
-        if self._past(sender, expect) or not expect.sent or key in self._early:
+        destination = self._past.early.get(key) if room is None else room.destination
+        if destination is not None and theirs_of(destination) == theirs:
             return
-        if not any((r.slot, r.generation, r.instance) == mine for r in self._failing.values()):
+        if expect.sent:
             # We took its destination once and do not know the room: it is over, how is forgotten.
             self._mailbox.post(sender, self._abort_for(expect, Reason.PEER_LOST, quiet=False))
+        elif room is None:
+            self._past.remember(self._past.asked, key, expect)
 
     def _on_abort(self, sender: Address, abort: Abort, now_ns: int) -> None:
         self._table.count(Counter.ABORTS_TAKEN)
-        key = (abort.room, abort.rank)
-        early = self._early.get(key)
-        if early is not None and early.instance == abort.instance:
-            del self._early[key]
+        past, key, theirs = self._past, (abort.room, abort.rank), theirs_of(abort)
+        past.forget_questions(key, theirs)
         room = self._by_id.get(key)
-        quiet = True
-        if room is not None and (room.destination is None or room.generation == abort.generation):
-            room.instance = abort.instance
-            room.slot, room.generation = abort.slot, abort.generation
+        if theirs in past.over:
+            pass  # a repeat, or our own room had ended before
+        elif room is not None and room.theirs in (NOBODY, theirs):
+            room.theirs = theirs
             self._fault(room, Reason.PEER_ABORTED, now_ns, tell=False)
-            quiet = room.told_quiet
-        elif failing := [r for r in self._failing.values() if r.key == key]:
-            quiet = all(self._is_quiet(r) for r in failing)
-        elif (abort.instance, abort.slot, abort.generation) not in self._successes:
-            self._remember(self._tombstones, key, abort)
-        self._mailbox.post(
-            sender,
-            AbortTaken(*key, abort.slot, abort.generation, abort.instance, quiet),
-        )
+        elif (failed := past.unclaimed.pop(key, None)) is not None:
+            failed.theirs = theirs
+            self._claim(failed, now_ns, tell=False)
+        else:
+            past.give_up(key, abort, now_ns, opened=room is not None)
+        over = past.over.get(theirs)
+        quiet = over.quiet if isinstance(over, Abort) else True
+        self._mailbox.post(sender, AbortTaken(*key, *theirs[1:], theirs[0], quiet))
 
     # --- a room ends -----------------------------------------------------------------------------
 
@@ -325,12 +310,15 @@ class PrefillListener:
             self._succeed(room)
 
     def _on_fenced(self, fenced: Fenced, now_ns: int) -> None:
-        for room in [*self._failing.values(), *filter(None, [self._rooms.get(fenced.slot)])]:
-            if (room.handle.slot, room.handle.generation) == (fenced.slot, fenced.generation):
+        mine = fenced.slot, fenced.generation
+        rooms = [*self._failing.values(), *filter(None, [self._rooms.get(fenced.slot)])]
+        for room in [*rooms, *self._past.unclaimed.values()]:
+            if room.handle[1:] == mine:
                 room.fenced = True
                 self._look(room, now_ns)
-                if room.failed and not room.told_quiet:
+                if room.failed and room.theirs != NOBODY and not room.told_quiet:
                     self._tell(room, now_ns)
+                return
 
     def _look(self, room: Room, now_ns: int, *, tell: bool = True) -> None:
         """Read the truth about a room."""
@@ -346,40 +334,38 @@ class PrefillListener:
 
     def _succeed(self, room: Room) -> None:
         self._leave(room)
-        if room.destination is not None:
-            handle, destination = room.handle, room.destination
+        if room.matched:
+            handle = room.handle
             moved_bytes = self._table.moved_bytes(handle.slot, handle.generation)
-            key = (destination.instance, destination.slot, destination.generation)
-            landed = Landed(
-                handle.room, room.rank, destination.slot, destination.generation, moved_bytes, 0
-            )
-            self._remember(self._successes, key, landed)
+            self._past.succeed(room, moved_bytes)
 
     def _fail(self, room: Room, reason: Reason, now_ns: int, *, tell: bool = True) -> None:
         room.failed, room.reason = True, reason
-        room.fenced |= self._is_quiet(room)
+        room.fenced |= self._is_untouched(room)
         handle = room.handle
         self._leave(room)
         if not room.fenced:
             ended = Ended(handle.slot, handle.generation, failed=True, reason=reason)
             self._mailbox.post(worker_link(room.rank), ended)
-        if not room.instance:  # no decode has asked for it yet; one will
-            tombstone = Abort(*room.key, -1, 0, "", reason, quiet=True)
-            self._remember(self._tombstones, room.key, tombstone)
-            return
+        if room.theirs == NOBODY:  # no decode has asked for it yet; one will
+            self._past.remember(self._past.unclaimed, room.key, room)
+        else:
+            self._claim(room, now_ns, tell=tell)
+
+    def _claim(self, room: Room, now_ns: int, *, tell: bool) -> None:
+        """A failed room and its decode have met."""
+        self._past.fail(room)
         room.abort_until_ns = now_ns + to_ns(self._timeouts.quiet_s)
-        self._failing[handle] = room
+        self._failing[room.handle] = room
         if tell:
             self._tell(room, now_ns)
         elif room.fenced:
             room.told_quiet = True
-            del self._failing[handle]
+            del self._failing[room.handle]
 
-    def _is_quiet(self, room: Room) -> bool:
-        """May decode be told that nothing can land any more?  The table's quiet is about our pages;
-        it also follows our worker's death, which is no fence for decode's."""
-        if room.destination is None or room.fenced:
-            return True
+    def _is_untouched(self, room: Room) -> bool:
+        """Was no byte of it ever posted?  The table's quiet is about our pages; it also follows our
+        worker's death, which is no fence for decode's."""
         handle = room.handle
         word = self._table.read(handle.slot, handle.generation)
         if word is None or word.state is not KVPoll.Failed:
@@ -388,27 +374,22 @@ class PrefillListener:
 
     def _tell(self, room: Room, now_ns: int) -> None:
         """Tell decode that the room failed; repeated until it says that it knows."""
-        decode = self._decodes.get(room.instance)
+        self._past.fail(room)
+        decode = self._decodes.get(room.theirs[0])
         if decode is None:
             self._failing.pop(room.handle, None)
             return
         room.told_quiet = room.fenced
         room.abort_due_ns = now_ns + to_ns(self._timeouts.resend_s)
         self._table.count(Counter.ABORTS_SENT)
-        self._mailbox.post(
-            decode.address,
-            Abort(
-                *room.key, room.slot, room.generation, room.instance, room.reason, room.told_quiet
-            ),
-        )
+        self._mailbox.post(decode.address, self._past.over[room.theirs])
 
     def _on_abort_taken(self, taken: AbortTaken) -> None:
-        for room in list(self._failing.values()):
-            mine = room.slot, room.generation, room.instance
-            if mine == (taken.slot, taken.generation, taken.instance):
-                room.abort_due_ns = 0
-                if taken.quiet and room.told_quiet:
-                    del self._failing[room.handle]
+        theirs = theirs_of(taken)
+        for room in [r for r in self._failing.values() if r.theirs == theirs]:
+            room.abort_due_ns = 0
+            if taken.quiet and room.told_quiet:
+                del self._failing[room.handle]
 
     def _leave(self, room: Room) -> None:
         """The room has its verdict: it is no longer among the open ones."""
@@ -417,24 +398,16 @@ class PrefillListener:
         if self._by_id.get(room.key) is room:
             del self._by_id[room.key]
 
-    @staticmethod
-    def _remember(memory: OrderedDict[K, V], key: K, value: V) -> None:
-        memory[key] = value
-        if len(memory) > MEMORY_MAX:
-            memory.popitem(last=False)
-
     # --- time ------------------------------------------------------------------------------------
 
     def tick(self, now_ns: int) -> int:
         if now_ns - self._scanned_ns >= SCAN_NS:
-            self._scanned_ns = now_ns
             self._scan(now_ns)
             self._repeat(now_ns)
             for decode in self._decodes.take_lost(now_ns):
-                for room in [r for r in self._rooms.values() if r.instance == decode.instance]:
+                for room in [r for r in self._rooms.values() if r.theirs[0] == decode.instance]:
                     self._fault(room, Reason.PEER_LOST, now_ns)
-                for key in [k for k, d in self._early.items() if d.instance == decode.instance]:
-                    del self._early[key]
+                self._past.forget_decode(decode.instance)
         return 20
 
     def _scan(self, now_ns: int) -> None:
@@ -451,6 +424,7 @@ class PrefillListener:
                 self._look(known, now_ns)
         for room in [r for slot, r in self._rooms.items() if slot not in live]:
             self._look(room, now_ns)
+        self._scanned_ns = now_ns
 
     def _repeat(self, now_ns: int) -> None:
         for room in list(self._failing.values()):

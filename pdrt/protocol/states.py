@@ -132,6 +132,14 @@ def quiet_at(state: KVPoll, after: KVPoll) -> bool:
     return after is KVPoll.Success or (after is KVPoll.Failed and state < KVPoll.Transferring)
 
 
+def told_by_peer(number: int) -> Reason:
+    """What a peer's reason means on this side: its engine's choice is an abort by the peer, its
+    faults keep their name, and a number of a later version is an abort too."""
+    own = (Reason.NONE, Reason.ABORTED, Reason.CLIENT_GONE, Reason.SHUTDOWN)
+    known = number in Reason._value2member_map_
+    return Reason(number) if known and number not in own else Reason.PEER_ABORTED
+
+
 def agree(states: Iterable[KVPoll]) -> KVPoll:
     """What several ranks make of one room: the lowest.  Failed is lowest of all, so one rank's
     failure is everybody's, and Success needs every rank."""

@@ -27,7 +27,8 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start_cluster(
     tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path
 ) -> Iterator[StartCluster]:
-    """start_cluster(*flags, model=tiny, router=None) -> a running Cluster, stopped at module end."""
+    """start_cluster(*flags, model=tiny, router=None) -> a running Cluster, stopped at module
+    end."""
     running: list[Cluster] = []
 
     def start(

@@ -112,4 +112,5 @@ def held(member: Member) -> dict[str, float]:
 def wait_idle(cluster: Cluster, deadline_s: float) -> None:
     """Both sides back to zero rooms, pages and aux rows within the deadline."""
     for member in (cluster.prefill, cluster.decode):
-        wait_until(lambda m=member: not held(m), deadline_s, f"{member.name} to hold nothing")  # type: ignore[misc]
+        wait_until(lambda m=member: not held(m), deadline_s, f"{member.name} to hold nothing")  #
+        type: ignore[misc]

@@ -1,4 +1,4 @@
-"""Strategies for every message, made from the types themselves: a new message is covered at once."""
+"""Strategies for every message, made from the types themselves: a new one is covered at once."""
 
 from __future__ import annotations
 

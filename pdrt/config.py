@@ -67,6 +67,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     threads: int = 0  # torch threads; 0: half the cores, at least one
     intensity: int = 10  # restarts allowed within `period_s` before the tree gives up
     period_s: float = 60.0
+    kv_checksum: bool = False  # prefill sends a digest of the KV, decode compares
     log_level: str = "info"
     timeouts: Timeouts = Timeouts()
 

@@ -89,7 +89,8 @@ _EVERYTHING = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class Handle(NamedTuple):
-    """What a holder of a room keeps.  A stale handle changes nothing."""
+    """What a holder of a room keeps.  A stale handle changes nothing, and so does one that never
+    was: an even generation, whatever a peer may say, names a free slot and no room."""
 
     room: int
     slot: int
@@ -386,7 +387,7 @@ class StatusTable:
     def set_quiet(self, slot: int, generation: int) -> bool:
         """Record that no byte of this finished room can move any more.  True if this call did
         it."""
-        if not 0 <= slot < self.rooms_max:
+        if not 0 <= slot < self.rooms_max or not generation & 1:
             return False
         at = self._slots + slot * SLOT_BYTES
         word = self._load(at)
@@ -415,7 +416,7 @@ class StatusTable:
             ):
                 self.expire(slot, generation, word, now_ns)
                 word = self._load(at)  # by now it may even be cleared, and somebody else's
-        if word >> GENERATION_SHIFT != generation:
+        if word >> GENERATION_SHIFT != generation or not generation & 1:
             raise Closed(f"slot {slot}: generation {generation} is over; the room was cleared")
         return _STATES[word & STATE_MASK]
 
@@ -443,7 +444,7 @@ class StatusTable:
         """States of many rooms in one pass, deadlines enforced.  255 marks a stale handle."""
         words = self.words[slots]
         states = (words & np.uint64(STATE_MASK)).astype(np.uint8)
-        fresh = words >> np.uint64(GENERATION_SHIFT) == generations
+        fresh = (words >> np.uint64(GENERATION_SHIFT) == generations) & (generations & 1 != 0)
         deadlines = self._rows[slots, DEADLINE // 8]
         late = (deadlines & np.uint64(VALUE_MASK)) < np.uint64(now_ns // MILLISECOND_NS)
         late &= fresh & (states > 0) & (states < 4)
@@ -457,7 +458,7 @@ class StatusTable:
 
     def read(self, slot: int, generation: int) -> Word | None:
         """The word of a room, or None if the handle is stale or was never valid."""
-        if not 0 <= slot < self.rooms_max:
+        if not 0 <= slot < self.rooms_max or not generation & 1:
             return None
         word = self._load(self._slots + slot * SLOT_BYTES)
         if word >> GENERATION_SHIFT != generation or word & STATE_MASK == CLAIMED:
@@ -469,7 +470,7 @@ class StatusTable:
         already."""
         at = self._slots + slot * SLOT_BYTES
         word = self._load(at)
-        if word >> GENERATION_SHIFT != generation or not word & QUIET_BIT:
+        if word >> GENERATION_SHIFT != generation or not word & QUIET_BIT or not generation & 1:
             return False
         if self._cas(at, word, ((generation + 1) & 0xFFFFFFFF) << GENERATION_SHIFT) != word:
             return False
@@ -481,7 +482,7 @@ class StatusTable:
         """Undo an `open` that nobody has been told of."""
         at = self._slots + slot * SLOT_BYTES
         word = self._load(at)
-        while word >> GENERATION_SHIFT == generation:  # told or not, others see it and may move it
+        while word >> GENERATION_SHIFT == generation and generation & 1:  # others may move it still
             free = ((generation + 1) & 0xFFFFFFFF) << GENERATION_SHIFT
             seen = self._cas(at, word, free)
             if seen == word:
@@ -504,7 +505,8 @@ class StatusTable:
         self._tagged(slot, generation, MOVED, length_bytes)
 
     def set_taken(self, slot: int, generation: int, count: int) -> None:
-        """Acknowledge to the engine: chunks accepted (prefill), destination delivered (decode)."""
+        """Acknowledge to the engine: chunks accepted (prefill); 1 once the destination is
+        delivered, then the chunks that landed (decode)."""
         self._tagged(slot, generation, TAKEN, count)
 
     def taken(self, slot: int, generation: int) -> int:
@@ -519,7 +521,7 @@ class StatusTable:
         at = self._slots + slot * SLOT_BYTES + field
         tag = generation & TAG_MASK
         old = self._load(at)
-        if old >> TAG_SHIFT == tag:
+        if old >> TAG_SHIFT == tag and generation & 1:
             self._cas(at, old, tag << TAG_SHIFT | (value & VALUE_MASK))
 
     def set_path(self, slot: int, transport: int, peer: int) -> None:

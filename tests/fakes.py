@@ -13,9 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pdrt.errors import Aborted, IllegalMove, RoomInUse, TransferError
 from pdrt.memory.aux import AuxRows
+from pdrt.memory.digest import kv_digest
 from pdrt.memory.pages import Pages
 from pdrt.protocol.layout import AUX_ROW_BYTES, Layout, RegionMap
 from pdrt.protocol.states import TERMINAL, KVPoll, Reason
@@ -120,6 +122,9 @@ class FakeManager:
 
     def receiver(self, room: int, peer: str) -> FakeRoom:
         return self._open(room)
+
+    def digest(self, pages: NDArray[np.int32]) -> int:
+        return kv_digest(self.regions, self.maps, pages)
 
     def tick(self) -> None:
         self.on_tick()

@@ -150,7 +150,9 @@ class AnyHistory(RuleBasedStateMachine):
 
     def draw(self, data: st.DataObject) -> tuple[StatusTable, Handle, Room | None]:
         view = self.views[data.draw(st.integers(0, 1), "view")]
-        handles = [*self.rooms, *self.gone[-6:], Handle(0, 0, 0), Handle(0, 1, 0xFFFFFFFF)]
+        generations = (view.words >> np.uint64(GENERATION_SHIFT)).tolist()
+        free = [Handle(0, slot, g) for slot, g in enumerate(generations) if g % 2 == 0]
+        handles = [*self.rooms, *self.gone[-6:], *free] or [Handle(0, 0, 0)]
         handle = data.draw(st.sampled_from(handles), "handle")
         return view, handle, self.rooms.get(handle)
 
@@ -260,14 +262,15 @@ class AnyHistory(RuleBasedStateMachine):
 
     @rule(view=st.integers(0, 1))
     def poll_many(self, view: int) -> None:
-        handles = [*self.rooms, *self.gone[-6:]]
+        stale = [*self.gone[-6:], Handle(0, 0, 0)]
+        handles = [*self.rooms, *stale]
         slots = np.array([handle.slot for handle in handles], dtype=np.intp)
         generations = np.array([handle.generation for handle in handles], dtype=np.uint64)
         for room in self.rooms.values():
             room.end_if_late(self.now_ms)
         states = self.views[view].poll_many(slots, generations, ns(self.now_ms))
         expected = [int(room.state) for room in self.rooms.values()]
-        assert states.tolist() == expected + [255] * len(self.gone[-6:])
+        assert states.tolist() == expected + [255] * len(stale)
 
     @invariant()
     def everybody_sees_the_model(self) -> None:
@@ -411,7 +414,7 @@ POLLS = {"poll", "poll many"}
 
 
 def may_say(state: object, word: int, age: int) -> bool:
-    """May a reader have said that, if the word is now this?  A verdict stays for as long as the room."""
+    """May a reader have said that, with the word as it is now?  A verdict lasts as the room does."""
     return age > 0 or state not in TERMINAL or word & STATE_MASK == state
 
 

@@ -38,7 +38,16 @@ from pdrt.protocol.messages import (
 )
 from pdrt.protocol.peers import instance_digest, transport_code
 from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason, told_by_peer
-from pdrt.shm_status import STATE_MASK, Handle, StatusTable
+from pdrt.shm_status import (
+    GENERATION_SHIFT,
+    OPENER,
+    PEER,
+    QUIET_BIT,
+    ROOM,
+    STATE_MASK,
+    Handle,
+    StatusTable,
+)
 
 SCAN_NS = 20 * MILLISECOND_NS
 EXPECT_AFTER_NS = 40 * MILLISECOND_NS  # a room that waits longer than this is mentioned to prefill
@@ -58,7 +67,8 @@ class Room:
     due_ns: int = 0  # of the next destination or expect
     pause_ns: int = 0
     failed: bool = False
-    abort: Abort | None = None  # not yet acknowledged
+    abort: Abort | None = None
+    told: bool = False  # prefill knows that the room failed
     until_ns: int = 0
 
 
@@ -107,15 +117,11 @@ class DecodeListener:
             case Landed():
                 self._on_landed(sender, message, now_ns)
             case DestinationTaken():
-                room = self._find(message.slot, message.generation)
-                if room is not None:
-                    room.taken = True
-                    room.due_ns = now_ns + PAUSE_MAX_NS
-                    self._table.set_taken(message.slot, message.generation, 1)
+                self._on_destination_taken(sender, message, now_ns)
             case Abort():
                 self._on_abort(sender, message, now_ns)
             case AbortTaken():
-                self._on_abort_taken(message)
+                self._on_abort_taken(message, now_ns)
             case Ended():
                 room = self._find(message.slot, message.generation)
                 if room is not None:
@@ -126,6 +132,11 @@ class DecodeListener:
                 self._on_prefill(sender, message, now_ns)
             case _:
                 self._table.count(Counter.LATE)
+
+    def _room_in(self, slot: int) -> tuple[int, int]:
+        """Room id and rank that the table has in a slot."""
+        row = self._table.rows(np.array([slot]))[0]
+        return int(row[ROOM // 8]), int(row[OPENER // 8]) >> 40
 
     def _find(self, slot: int, generation: int) -> Room | None:
         room = self._rooms.get(slot)
@@ -145,7 +156,8 @@ class DecodeListener:
                 before = prefill.instance
                 self._prefills.on_hello_reply(prefill, message, now_ns)
                 if before and prefill.instance != before:
-                    self._fault_all(prefill, Reason.PEER_RESTARTED, now_ns)
+                    # The new one knows nothing of them, and cannot say what is quiet.
+                    self._fault_all(prefill, Reason.PEER_RESTARTED, now_ns, tell=False)
                 if prefill.refusal is not Reason.NONE:
                     self._fault_all(prefill, prefill.refusal, now_ns)
             case Introduced():
@@ -157,9 +169,9 @@ class DecodeListener:
                 self._prefills.on_resync(prefill, message, now_ns)
             case Heartbeat():
                 prefill.heard_ns = now_ns
-                self._renew(message, now_ns)
+                self._renew(sender, message, now_ns)
 
-    def _renew(self, beat: Heartbeat, now_ns: int) -> None:
+    def _renew(self, sender: Address, beat: Heartbeat, now_ns: int) -> None:
         """Prefill still serves these rooms of ours: their wait is for its queue, not for a
         ghost."""
         pairs = np.frombuffer(beat.rooms[: len(beat.rooms) // 16 * 16], dtype="<u8").reshape(-1, 2)
@@ -168,19 +180,53 @@ class DecodeListener:
             if room is not None:
                 room.due_ns = now_ns + PAUSE_MAX_NS
                 self._table.renew_state(slot, generation, now_ns)
+            else:
+                self._disown(sender, slot, generation)
+
+    def _disown(self, sender: Address, slot: int, generation: int) -> None:
+        """Prefill waits for a room that failed here, and the abort was lost: say it again."""
+        word = self._table.read(slot, generation)
+        if word is None or word.state is not KVPoll.Failed:
+            return
+        room, rank = self._room_in(slot)
+        self._table.count(Counter.ABORTS_SENT)
+        self._mailbox.post(sender, Abort(room, rank, slot, generation, self._instance, word.reason))
 
     def _on_ready(self, prefill: Prefill, now_ns: int) -> None:
         for room in list(self._rooms.values()):
             if room.peer == prefill.peer:
                 room.taken = False
+                room.due_ns, room.pause_ns = now_ns, 0  # a new listener has yet to hear of it
                 self._peer_known(room, prefill, now_ns)
                 self._send_destination(room, now_ns)
+        self._take_unquiet(prefill, now_ns)
 
-    def _fault_all(self, prefill: Prefill, reason: Reason, now_ns: int) -> None:
+    def _take_unquiet(self, prefill: Prefill, now_ns: int) -> None:
+        """Rooms that failed under a listener before us: only this prefill can say that they are
+        quiet, and it may not even know that they failed."""
+        slots = self._table.live_slots()
+        rows = self._table.rows(slots)
+        failed = rows[:, 0] & np.uint64(STATE_MASK | QUIET_BIT) == KVPoll.Failed
+        theirs = rows[:, PEER // 8] == instance_digest(prefill.instance)
+        for slot, row in zip(
+            slots[failed & theirs].tolist(), rows[failed & theirs].tolist(), strict=True
+        ):
+            handle = Handle(row[ROOM // 8], slot, row[0] >> GENERATION_SHIFT)
+            if handle not in self._failing:
+                room = Room(handle, row[OPENER // 8] >> 40, prefill.peer, now_ns)
+                self._look(room, now_ns)
+
+    def _fault_all(
+        self, prefill: Prefill, reason: Reason, now_ns: int, *, tell: bool = True
+    ) -> None:
+        if not tell:
+            gone = [r.handle for r in self._failing.values() if r.peer == prefill.peer]
+            for handle in gone:
+                del self._failing[handle]
         for room in [r for r in self._rooms.values() if r.peer == prefill.peer]:
             if reason is prefill.refusal:
                 self._table.set_detail(room.handle.slot, prefill.detail)
-            self._fault(room, reason, now_ns)
+            self._fault(room, reason, now_ns, tell=tell)
 
     # --- rooms -----------------------------------------------------------------------------------
 
@@ -229,33 +275,50 @@ class DecodeListener:
         room.due_ns = now_ns + room.pause_ns
         self._mailbox.post(prefill.link, room.destination)
 
+    def _on_destination_taken(self, sender: Address, taken: DestinationTaken, now_ns: int) -> None:
+        room = self._find(taken.slot, taken.generation)
+        if room is not None:
+            room.taken = True
+            room.due_ns = now_ns + PAUSE_MAX_NS
+            self._table.set_taken(taken.slot, taken.generation, 1)
+        else:
+            self._disown(sender, taken.slot, taken.generation)
+
     def _on_landed(self, sender: Address, landed: Landed, now_ns: int) -> None:
         slot, generation = landed.slot, landed.generation
         self._mailbox.post(sender, NewsTaken(slot, generation))
         word = self._table.read(slot, generation)
-        if word is None or word.state is KVPoll.Success:
+        # A tree before us may have had this address, and a room in this slot.
+        ours = word is not None and landed.room == self._room_in(slot)[0]
+        if word is None or not ours or word.state is KVPoll.Success:
             self._table.count(Counter.LATE)
             return
         if word.state is KVPoll.Failed:  # too late to count, but nothing is moving any more
             self._become_quiet(slot, generation)
             return
         self._table.set_moved(slot, generation, landed.length_bytes)
+        self._table.set_taken(slot, generation, max(1, landed.chunks))
         if self._table.move(slot, generation, Event.LANDED, now_ns=now_ns):
             self._table.count(Counter.BYTES_MOVED, landed.length_bytes)
             self._table.count(Counter.CHUNKS_MOVED, landed.chunks)
             self._wake(self._table.opener_row(slot))
         if (room := self._find(slot, generation)) is not None:
-            del self._rooms[slot]
-            self._failing.pop(room.handle, None)
+            self._look(room, now_ns)
 
     def _on_abort(self, sender: Address, abort: Abort, now_ns: int) -> None:
-        """Prefill gave the room up."""
+        """Prefill gave the room up.  The table knows it even if a restart made us forget it."""
         self._table.count(Counter.ABORTS_TAKEN)
-        room = self._find(abort.slot, abort.generation)
-        if room is not None:
-            self._fault(room, told_by_peer(abort.reason), now_ns, tell=False)
+        if abort.instance != self._instance:
+            return
+        slot, generation = abort.slot, abort.generation
+        reason = told_by_peer(abort.reason)
+        if self._table.move(slot, generation, Event.FAULT, now_ns=now_ns, reason=reason):
+            self._wake(self._table.opener_row(slot))
         if abort.quiet:
-            self._become_quiet(abort.slot, abort.generation)
+            self._become_quiet(slot, generation)
+        room = self._find(slot, generation)
+        if room is not None:
+            self._look(room, now_ns, tell=False)
         self._mailbox.post(
             sender,
             AbortTaken(
@@ -263,13 +326,27 @@ class DecodeListener:
             ),
         )
 
-    def _on_abort_taken(self, taken: AbortTaken) -> None:
-        for room in list(self._failing.values()):
-            if (room.handle.slot, room.handle.generation) == (taken.slot, taken.generation):
-                room.abort = None
-                del self._failing[room.handle]
+    def _on_abort_taken(self, taken: AbortTaken, now_ns: int) -> None:
+        if taken.instance != self._instance:
+            return
         if taken.quiet:
             self._become_quiet(taken.slot, taken.generation)
+        room = self._failing.get(Handle(taken.room, taken.slot, taken.generation))
+        if room is not None:
+            room.told = True
+            room.due_ns = now_ns + PAUSE_MAX_NS  # and ask again, should the quiet be lost
+            self._drop_if_over(room, now_ns)
+
+    def _is_unquiet(self, handle: Handle) -> bool:
+        word = self._table.read(handle.slot, handle.generation)
+        return word is not None and not word.quiet
+
+    def _drop_if_over(self, room: Room, now_ns: int) -> bool:
+        """Nothing is left to say to prefill of this failed room, or to hear."""
+        over = not self._is_unquiet(room.handle) and (room.told or now_ns >= room.until_ns)
+        if over:
+            del self._failing[room.handle]
+        return over
 
     def _become_quiet(self, slot: int, generation: int) -> None:
         if self._table.set_quiet(slot, generation):
@@ -302,19 +379,24 @@ class DecodeListener:
         room.failed = True
         self._leave(room)
         prefill = self._prefills.get(room.peer)
-        if not tell or prefill is None or not prefill.instance:
-            return
         handle = room.handle
+        room.told = not tell
+        if prefill is None or not prefill.instance or (room.told and not self._is_unquiet(handle)):
+            return
         room.abort = Abort(
             handle.room, room.rank, handle.slot, handle.generation, self._instance, reason
         )
         room.until_ns = now_ns + to_ns(self._timeouts.quiet_s)
         self._failing[handle] = room
-        self._send_abort(room, now_ns)
+        if tell:
+            self._send_abort(room, now_ns)
+        else:
+            room.due_ns = now_ns + PAUSE_MAX_NS
 
     def _send_abort(self, room: Room, now_ns: int) -> None:
         assert room.abort is not None
-        room.due_ns = now_ns + to_ns(self._timeouts.resend_s)
+        again = room.told or now_ns >= room.until_ns  # then only quiet is missing
+        room.due_ns = now_ns + (PAUSE_MAX_NS if again else to_ns(self._timeouts.resend_s))
         prefill = self._prefills.get(room.peer)
         if prefill is not None:
             self._table.count(Counter.ABORTS_SENT)
@@ -385,8 +467,6 @@ class DecodeListener:
                 ),
             )
         for room in list(self._failing.values()):
-            if now_ns >= room.until_ns:
-                del self._failing[room.handle]
-            elif now_ns >= room.due_ns:
+            if not self._drop_if_over(room, now_ns) and now_ns >= room.due_ns:
                 self._table.count(Counter.RESENDS)
                 self._send_abort(room, now_ns)

@@ -126,7 +126,10 @@ class Decodes:
             known = self._known[introduction.instance] = Decode(introduction, sender, now_ns)
         known.introduction, known.address, known.heard_ns = introduction, sender, now_ns
         epochs = {agent.rank: agent.epoch for agent in introduction.agents}
-        known.warm = {r: w for r, w in known.warm.items() if w.agent_epoch == epochs[r]}
+        # A path that could not be opened is tried again: whoever asks again hopes so.
+        known.warm = {
+            r: w for r, w in known.warm.items() if w.agent_epoch == epochs[r] and w.transport
+        }
         if not self._answer(known):
             for rank in ranks:
                 self._tell_worker(known, rank)

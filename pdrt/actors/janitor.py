@@ -101,7 +101,8 @@ class Janitor:
                 self._settle(
                     rows[i], slot, generation, bool(owner_dead[i]), now_ns - failed_ns, others
                 )
-            if opener_dead[i] and table.clear(slot, generation):
+            # Not in the sweep that ended it: its listener reads there how it ended, to tell the peer.
+            if opener_dead[i] and not is_open[i] and table.clear(slot, generation):
                 changed += 1
         return changed
 

@@ -276,7 +276,7 @@ class PrefillListener:
             pass  # a repeat, or our own room had ended before
         elif room is not None and room.theirs in (NOBODY, theirs):
             room.theirs = theirs
-            self._fault(room, Reason.PEER_ABORTED, now_ns, tell=False)
+            self._fault(room, told_by_peer(abort.reason), now_ns, tell=False)
         elif (failed := past.unclaimed.pop(key, None)) is not None:
             failed.theirs = theirs
             self._claim(failed, now_ns, tell=False)

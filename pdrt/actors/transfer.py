@@ -76,7 +76,6 @@ class Peer:
     transport: Transport | None
     warming: int | None  # handle of the connect
     remote: int = -1  # prepared table
-    gone: bool = False
     detail: str = ""
 
 
@@ -192,7 +191,11 @@ class TransferWorker:
     def _on_deliver(self, deliver: Deliver, now_ns: int) -> None:
         destination = deliver.destination
         room = self._room(destination.room, deliver.slot, deliver.generation)
-        if room is None or room.destination is not None:
+        if room is None:
+            return
+        if room.destination is not None:
+            if room.destination != destination:  # bytes of one room go to one place
+                self._fault(room, Reason.PEER_LOST, now_ns)
             return
         room.destination = destination
         room.remote_pages = np.frombuffer(destination.pages, dtype="<i4")
@@ -203,13 +206,21 @@ class TransferWorker:
     def _on_peer_up(self, up: PeerUp, now_ns: int) -> None:
         name = f"{up.instance}.{up.agent.rank}#{up.agent.epoch}"
         known = self._peers.get(up.instance)
-        if known is None or known.name != name:
+        if known is None or known.name != name or known.transport is None:
             if known is not None:
                 self._dismiss(known, now_ns)
-            known = self._peers[up.instance] = self._connect(name, up)
+            known = self._peers[up.instance] = self._return(name) or self._connect(name, up)
         self._mailbox.link(known.link, f"tcp://{up.control}", from_peer=True)
         if known.warming is None:
             self._report(known)
+
+    def _return(self, name: str) -> Peer | None:
+        """The same agent is back before the rooms it left were quiet: its path is still there."""
+        for peer in self._leaving:
+            if peer.name == name and peer.transport is not None:
+                self._leaving.remove(peer)
+                return peer
+        return None
 
     def _connect(self, name: str, up: PeerUp) -> Peer:
         link = f"peer:{up.instance}"
@@ -260,7 +271,6 @@ class TransferWorker:
     def _dismiss(self, peer: Peer, now_ns: int) -> None:
         """The agent is gone or was replaced: its rooms fail, and it is forgotten when they are
         quiet."""
-        peer.gone = True
         self._leaving.append(peer)
         for room in [r for r in self._rooms.values() if r.peer is peer]:
             self._fault(room, Reason.PEER_LOST, now_ns)

@@ -78,6 +78,15 @@ class Flags:
             "--disaggregation-transfer-backend",
         ),
     ] = "nixl"
+    kv_checksum: Annotated[
+        bool,
+        flag(
+            TRANSFER,
+            "Prefill sends a digest of each room's KV; decode refuses KV that differs.",
+            "--kv-checksum",
+            "--disaggregation-enable-kv-checksum",
+        ),
+    ] = False
     ib_device: Annotated[
         str,
         flag(

@@ -16,6 +16,9 @@ import os
 import socket
 from collections.abc import Callable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pdrt import attach as attaching
 from pdrt.attach import AttachReply, AttachRequest
 from pdrt.clock import MILLISECOND_NS, Clock, monotonic_ns, to_ns
@@ -25,6 +28,7 @@ from pdrt.engine.sender import KVSender
 from pdrt.errors import BadRequest, RoomInUse
 from pdrt.mailbox import Mailbox
 from pdrt.memory.aux import AuxRows
+from pdrt.memory.digest import kv_digest
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.messages import Opened
@@ -105,6 +109,10 @@ class KVManager:
     def kv(self, rank: int) -> memoryview:
         """The pages of a rank: pages_count * page_bytes writable bytes that its worker maps too."""
         return self._regions[rank][: self.maps[rank].aux_offset]
+
+    def digest(self, pages: NDArray[np.int32]) -> int:
+        """Of the KV in these pages, over all ranks; for AuxRow.digest."""
+        return kv_digest(self._regions, self.maps, pages)
 
     def sender(self, room: int) -> KVSender:
         """Prefill's half of a room.  Raises RoomInUse, TableFull, BadRequest."""

@@ -64,8 +64,8 @@ class RoomTimeline:
     """What happened to a room, for people.  Times in seconds; None for a state it never was in."""
 
     room: int
-    state: KVPoll
-    reason: Reason
+    state: str  # KVPoll's name
+    reason: str  # Reason's name
     transport: str
     moved_bytes: int
     chunks: int
@@ -101,7 +101,6 @@ class KVRoom:
         self._reason = Reason.NONE
         self._detail = ""
         self._cleared = False
-        self._chunks = 0
 
     def poll(self) -> KVPoll:
         """State of the room over all ranks.  Ends it if its deadline has passed.  Raises Closed."""
@@ -163,9 +162,12 @@ class KVRoom:
             for begin, end in zip((opened, waiting, moving), ends, strict=True)
         ]
         moved_bytes = sum(table.moved_bytes(h.slot, h.generation) for h in self._handles)
+        chunks = table.taken(handle.slot, handle.generation)
         name = TRANSPORT_CODES[table.transport(handle.slot)]
         state = self.poll()
-        return RoomTimeline(self.room, state, self._reason, name, moved_bytes, self._chunks, *spans)
+        return RoomTimeline(
+            self.room, state.name, self._reason.name, name, moved_bytes, chunks, *spans
+        )
 
     @property
     def queued(self) -> bool:

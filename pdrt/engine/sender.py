@@ -55,7 +55,6 @@ class KVSender(KVRoom):
         self._sent.append(chunk)
         self._sent_pages += len(pages)
         self._complete = last
-        self._chunks += 1
         self._resent_ns = self._clock()
         self._post_from(len(self._sent) - 1)
         self._desk.flush()

@@ -1,12 +1,13 @@
 """Aux rows: the fixed-size row that travels with the last chunk of a room.
 
-     0      8             12        16              20       24        104          184
-    +------+-------------+---------+---------------+--------+---------+------------+
-    | room | first_token | logprob | prompt_tokens | tops   | 20 ids  | 20 logprobs|  little-endian
-    +------+-------------+---------+---------------+--------+---------+------------+
+     0      8        16            20        24              28     32       112           192
+    +------+--------+-------------+---------+---------------+------+--------+-------------+
+    | room | digest | first_token | logprob | prompt_tokens | tops | 20 ids | 20 logprobs |
+    +------+--------+-------------+---------+---------------+------+--------+-------------+
 
 Every rank has its own copy, so that a rank's success covers it.  Decode compares the room id: a row
-that belongs to another room means that the KV beside it does too.
+that belongs to another room means that the KV beside it does too.  `digest` is that of the KV
+itself (`memory.digest`), 0 if prefill did not compute one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pdrt.errors import AuxFull, CorruptAux
 from pdrt.protocol.layout import AUX_ROW_BYTES, RegionMap
 
 TOP_MAX = 20
-ROW = struct.Struct(f"<Qifii{TOP_MAX}i{TOP_MAX}f")
+ROW = struct.Struct(f"<QQifii{TOP_MAX}i{TOP_MAX}f")
 WIPED = b"\xff" * AUX_ROW_BYTES
 assert ROW.size <= AUX_ROW_BYTES
 
@@ -31,6 +32,7 @@ class AuxRow:
     logprob: float = 0.0
     prompt_tokens: int = 0
     top: tuple[tuple[int, float], ...] = ()  # (token id, logprob), best first, at most 20
+    digest: int = 0  # of the KV; 0: not computed
 
 
 class AuxRows:
@@ -71,6 +73,7 @@ class AuxRows:
                 region,
                 offset + index * AUX_ROW_BYTES,
                 row.room,
+                row.digest,
                 row.first_token,
                 row.logprob,
                 row.prompt_tokens,
@@ -83,10 +86,12 @@ class AuxRows:
         """The row as it landed.  Raises CorruptAux unless every rank's copy is `room`'s."""
         for rank, (region, offset) in enumerate(self._regions):
             start = offset + index * AUX_ROW_BYTES
-            found, token, logprob, prompt_tokens, tops, *rest = ROW.unpack_from(region, start)
+            found, digest, token, logprob, prompt_tokens, tops, *rest = ROW.unpack_from(
+                region, start
+            )
             if found != room:
                 raise CorruptAux(room, f"aux row {index} of rank {rank} belongs to room {found}")
             if not 0 <= tops <= TOP_MAX:
                 raise CorruptAux(room, f"aux row {index} of rank {rank} has {tops} tops")
         top = tuple(zip(rest[:tops], rest[TOP_MAX : TOP_MAX + tops], strict=True))
-        return AuxRow(room, token, logprob, prompt_tokens, top)
+        return AuxRow(room, token, logprob, prompt_tokens, top, digest)

@@ -332,6 +332,7 @@ def build_app(
     metrics: Callable[[], bytes],
     *,
     ready: Health | None = None,
+    rooms: Callable[[], list[dict[str, Any]]] = list,
     clock: Clock = monotonic_ns,
     wall_s: Callable[[], float] = time.time,
     body_bytes_max: int = BODY_BYTES_MAX,
@@ -341,7 +342,8 @@ def build_app(
 
     `health` False is the drain switch: routers take the server out while it finishes what it has;
     refusing new requests (Draining) is the generator's part.  `ready` None: the same as `health`.
-    `generator.stats()` is read for `running`, `waiting` (requests) and `tokens` (in the pool).
+    `rooms`: timelines of the last rooms that ended.  `generator.stats()` is read for `running`,
+    `waiting` (requests) and `tokens` (in the pool).
     """
     context = Context(tokens=tokens, info=info, clock=clock, wall_s=wall_s)
     facts = Facts(generator, context, health, ready or health, metrics)
@@ -370,6 +372,7 @@ def build_app(
         Route("/loads", facts.loads),
         Route("/v1/loads", facts.loads),
         Route("/get_load", facts.load),
+        Route("/rooms", lambda _: _json({"finished": rooms()})),
         Route("/flush_cache", facts.flush_cache, methods=["GET", "POST"]),
     ]
     return Starlette(

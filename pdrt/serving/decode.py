@@ -88,6 +88,7 @@ class DecodeSide:
         active.note_room()
         try:
             row = self._manager.aux.read(active.aux_index, receiver.room)
+            self._check_digest(row, active)
         except CorruptAux as error:
             # The KV beside a foreign row is foreign too.  The verdict stands; the request fails.
             active.fail(error)
@@ -100,6 +101,12 @@ class DecodeSide:
         active.computed_tokens = active.prompt_count
         active.phase = Phase.DECODING
         active.accept(_first_choice(row, active.request.sampling.logprobs))
+
+    def _check_digest(self, row: AuxRow, active: ActiveRequest) -> None:
+        """Raises CorruptAux if prefill sent a digest and the KV here has another."""
+        landed = active.pages[: self._layout.pages_for(active.prompt_count)]
+        if row.digest and row.digest != self._manager.digest(landed):
+            raise CorruptAux(row.room, "the KV that landed is not the KV that was sent")
 
 
 def peer_address(rendezvous: Rendezvous, default_port: int) -> str:

@@ -6,11 +6,17 @@ until the room is quiet, and only then is its slot cleared.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 from pdrt.memory.pages import PageAllocator
 from pdrt.protocol.states import TERMINAL
 from pdrt.serving.rooms import AuxRows, Pages, Room
+
+FINISHED_MAX = 256  # rooms whose timelines are kept for people to look at
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,7 @@ class Holdings:
         self._allocator = allocator
         self._aux = aux
         self._held: list[_Holding] = []
+        self.finished: deque[dict[str, Any]] = deque(maxlen=FINISHED_MAX)  # timelines, oldest first
 
     def __len__(self) -> int:
         return len(self._held)
@@ -48,5 +55,6 @@ class Holdings:
         self._allocator.free(holding.pages)
         if holding.aux_index is not None:
             self._aux.release(holding.aux_index)
+        self.finished.append(msgspec.to_builtins(holding.room.timeline()))
         holding.room.clear()
         return True

@@ -36,7 +36,10 @@ from pdrt.serving.plan import (
 )
 from pdrt.serving.types import GenerationRequest, SamplingParams
 
-COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's; a chat without a limit may fill the context
+COMPLETION_TOKENS_DEFAULT = 16  # OpenAI's
+# Pages for prompt and answer are reserved together; a chat that names no limit must not take the
+# rest of the context from everybody else.
+CHAT_TOKENS_DEFAULT = 1024
 
 # Values at which a field changes nothing; null always is one.  1 << 30 is SGLang's "all".
 NEUTRAL: dict[str, tuple[object, ...]] = {
@@ -152,7 +155,7 @@ def parse_chat(body: bytes, request_id: str, context: Context) -> ChatReply:
     ask = Ask(
         sampling=_sampling(request, logprobs=logprobs),
         max_tokens=request.max_completion_tokens or request.max_tokens,
-        default=None,
+        default=CHAT_TOKENS_DEFAULT,
     )
     requests = plan([prompt], [ask], routing, n=n, request_id=request_id, info=context.info)
     return ChatReply(_head(request, requests, n, context), requests, context.tokens)

@@ -23,8 +23,16 @@ from pdrt.serving.sampling import Choice
 
 class PrefillSide:
     def __init__(
-        self, manager: Manager, layout: Layout, allocator: PageAllocator, holdings: Holdings
+        self,
+        manager: Manager,
+        layout: Layout,
+        allocator: PageAllocator,
+        holdings: Holdings,
+        *,
+        checksum: bool,
     ) -> None:
+        """`checksum`: send a digest of the KV with the aux row, for decode to compare."""
+        self._checksum = checksum
         self._manager = manager
         self._layout = layout
         self._allocator = allocator
@@ -74,7 +82,8 @@ class PrefillSide:
             return
         assert active.aux_index is not None
         self._first[active] = choice
-        self._manager.aux.write(active.aux_index, _aux_row(sender.room, active, choice))
+        digest = self._manager.digest(active.pages) if self._checksum else 0
+        self._manager.aux.write(active.aux_index, _aux_row(sender.room, active, choice, digest))
         sender.send(active.pages[sent:], last=True)
         active.phase = Phase.SENDING
 
@@ -87,9 +96,8 @@ class PrefillSide:
         active.pages, active.aux_index, active.room = np.empty(0, dtype=np.int32), None, None
 
 
-def _aux_row(room: int, active: ActiveRequest, choice: Choice) -> AuxRow:
-    if choice.logprob is None:
-        return AuxRow(room, choice.token_id, prompt_tokens=active.prompt_count)
-    return AuxRow(
-        room, choice.token_id, choice.logprob.logprob, active.prompt_count, choice.logprob.top
-    )
+def _aux_row(room: int, active: ActiveRequest, choice: Choice, digest: int) -> AuxRow:
+    count, logprob = active.prompt_count, choice.logprob
+    if logprob is None:
+        return AuxRow(room, choice.token_id, prompt_tokens=count, digest=digest)
+    return AuxRow(room, choice.token_id, logprob.logprob, count, logprob.top, digest)

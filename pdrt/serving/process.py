@@ -24,7 +24,6 @@ from pdrt.protocol.states import Role
 from pdrt.serving.app import ServerInfo, build_app
 from pdrt.serving.generator import AsyncGenerator
 from pdrt.serving.http import uvicorn_config
-from pdrt.serving.model import PagedModel
 from pdrt.serving.model_config import read_model_config
 from pdrt.serving.scheduler import EngineLimits, EngineLoop
 from pdrt.serving.tokens import Tokens
@@ -47,6 +46,9 @@ class EngineFacts:
 
 def run_engine(attach_address: str, facts: EngineFacts) -> None:
     """Target of the engine child."""
+    # Imported here: the supervisor imports this module too, and must not load torch.
+    from pdrt.serving.model import PagedModel
+
     settings = facts.settings
     logging.basicConfig(
         level=settings.log_level.upper(),
@@ -77,6 +79,7 @@ def run_engine(attach_address: str, facts: EngineFacts) -> None:
         manager=manager,
         role=manager.role,
         default_peer_port=settings.bootstrap_port,
+        checksum=settings.kv_checksum,
     )
     loop.start()
     manager.table.announce_ready()
@@ -106,7 +109,14 @@ async def _serve(
         TableCollector(manager.table, role=settings.role, restarts=tuple),
         StatsCollector(loop.stats, role=settings.role),
     )
-    app = build_app(generator, tokens, info, lambda: _health(manager), exposition(*collectors))
+    app = build_app(
+        generator,
+        tokens,
+        info,
+        lambda: _health(manager),
+        exposition(*collectors),
+        rooms=loop.finished_rooms,
+    )
     graceful_s = max(1, int(settings.timeouts.shutdown_s) - 2)
     server = uvicorn.Server(uvicorn_config(app, graceful_shutdown_s=graceful_s))
     listening = socket.socket(fileno=facts.http.fd)

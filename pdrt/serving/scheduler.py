@@ -87,6 +87,7 @@ class EngineLoop:
         manager: Manager | None = None,
         role: Role | None = None,
         default_peer_port: int = 0,
+        checksum: bool = False,
         clock: Clock = monotonic_ns,
     ) -> None:
         """Without a manager every request runs alone, and one with a room is refused."""
@@ -100,7 +101,7 @@ class EngineLoop:
             self._holdings = Holdings(self.allocator, manager.aux)
             parts = (manager, model.layout, self.allocator, self._holdings)
             if role is Role.PREFILL:
-                self._paired = PrefillSide(*parts)
+                self._paired = PrefillSide(*parts, checksum=checksum)
             else:
                 self._paired = DecodeSide(*parts, default_peer_port=default_peer_port)
         self._active: list[ActiveRequest] = []  # in order of arrival
@@ -165,6 +166,10 @@ class EngineLoop:
             "prompt_tokens": self.prompt_tokens_count,
             "output_tokens": self.output_tokens_count,
         }
+
+    def finished_rooms(self) -> list[dict[str, Any]]:
+        """Timelines of the last rooms that ended here, oldest first."""
+        return list(self._holdings.finished) if self._holdings is not None else []
 
     def start(self) -> None:
         """Run in a thread of its own.  An exception there ends the process: the supervisor starts

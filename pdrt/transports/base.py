@@ -82,7 +82,9 @@ class Transport(Protocol):
         """Prepare a table over the peer's region (None: our own) and return its number.
         A peer's tables end with `disconnect`."""
 
-    def write(self, peer: str, local: int, local_items: Indices, remote: int, remote_items: Indices) -> int:
+    def write(
+        self, peer: str, local: int, local_items: Indices, remote: int, remote_items: Indices
+    ) -> int:
         """Post one write of local_items[i] -> remote_items[i] for each i; returns a handle.
         Raises TransportError if an item is out of bounds or sizes differ."""
 

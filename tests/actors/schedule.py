@@ -163,16 +163,22 @@ def shrink(where: Setting, acts: list[Act], tries_max: int = 400) -> list[Act]:
     return _dropped(partial(failure, where), acts, tries_max)
 
 
+def _kind(line: str | None) -> str | None:
+    """A failure without its numbers."""
+    return None if line is None else "".join(c for c in line.split("=")[0] if not c.isdigit())[:40]
+
+
 def _dropped(
     fails: Callable[[list[Act]], str | None], acts: list[Act], tries_max: int
 ) -> list[Act]:
+    whole = fails(acts) or ""
     size = max(1, len(acts) // 2)
     while size and tries_max > 0:
         at = 0
         while at < len(acts) and tries_max > 0:
             fewer = acts[:at] + acts[at + size :]
             tries_max -= 1
-            if fewer and fails(fewer):
+            if fewer and _kind(fails(fewer)) == _kind(whole):
                 acts = fewer
             else:
                 at += size

@@ -87,7 +87,9 @@ def request(
     try:
         client.connect(_sockaddr(address))
         client.send(msgspec.msgpack.encode(ask))
-        data, fds, _, _ = socket.recv_fds(client, REPLY_BYTES_MAX, 260, socket.MSG_CMSG_CLOEXEC)
+        data, fds, _, _ = socket.recv_fds(client, REPLY_BYTES_MAX, 260)
+        for fd in fds:  # recv_fds takes flags and ignores them, MSG_CMSG_CLOEXEC too
+            os.set_inheritable(fd, False)
         reply = msgspec.msgpack.decode(data, type=AttachReply)
     except (OSError, msgspec.MsgspecError, BadConfig) as error:  # BadConfig: an impossible layout
         client.close()

@@ -17,6 +17,7 @@ from pdrt.errors import BadConfig
 DEFAULT_BOOTSTRAP_PORT = 8998
 TRANSPORTS = ("nixl", "shm")
 MESSAGE_BYTES_MAX = 4 << 20
+TIMEOUT_MAX_S = 1_000_000
 
 #: What UCX needs for pdrt's promises, unless the operator says otherwise.  A black-holed TCP link
 #: is noticed after USER_TIMEOUT instead of never.
@@ -91,8 +92,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             if not 0 <= getattr(self, name) <= 65535:
                 raise BadConfig(f"--{name.replace('_', '-')} {getattr(self, name)} is not a port")
         for name in Timeouts.__struct_fields__:
-            if getattr(self.timeouts, name) <= 0:
-                raise BadConfig(f"--{name.replace('_', '-')} must be positive")
+            # Shorter than the table's millisecond would read as no deadline at all; neither is NaN.
+            if not 0.001 <= getattr(self.timeouts, name) <= TIMEOUT_MAX_S:
+                raise BadConfig(
+                    f"--{name.replace('_', '-')} must be from 0.001 to {TIMEOUT_MAX_S} seconds"
+                )
 
     @property
     def pages_count(self) -> int:

@@ -33,11 +33,13 @@ What this is *not*: it knows no message, no page and no clock; times are argumen
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
 import os
 import struct
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -168,7 +170,7 @@ def memory_fd(name: str, length_bytes: int) -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Asked for more than there is, the kernel would not refuse but kill somebody on the way.
-        if length_bytes > os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE:
+        if length_bytes > available_bytes():
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         os.posix_fallocate(fd, 0, length_bytes)
     except OSError as error:
@@ -179,6 +181,17 @@ def memory_fd(name: str, length_bytes: int) -> int:
         ) from None
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _EVERYTHING)
     return fd
+
+
+def available_bytes() -> int:
+    """Memory that can be had without hurting anybody: the machine's, or the control group's."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no limit, or another hierarchy
+        limit = int((group / "memory.max").read_text())
+        available = min(available, limit - int((group / "memory.current").read_text()))
+    return available
 
 
 class StatusTable:

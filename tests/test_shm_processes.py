@@ -12,9 +12,8 @@ import signal
 from collections import Counter as Multiset
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection
-
-import numpy as np
 
 from pdrt.actors.janitor import Janitor
 from pdrt.child import Descriptor
@@ -38,9 +37,11 @@ SLOTS = 3
 TIMEOUT_MS = 1000
 NOW_NS = 10**15
 LATE_NS = NOW_NS + 2 * TIMEOUT_MS * MILLISECOND_NS
+TOGETHER = (1, 2, 3, 4, 5)  # rows of three that hammer and two that watch
+ROUNDS = 25_000
 EVENTS = tuple(Event)
 REASONS = tuple(Reason)[1:]
-FAIR = multiprocessing.get_context("spawn")
+SPAWN = multiprocessing.get_context("spawn")
 
 Room = tuple[int, int]  # slot, generation
 
@@ -55,10 +56,18 @@ class Deeds:
     cleared: list[Room] = field(default_factory=list)
 
 
-def hammer(memory: Descriptor, row: int, seed: int, rounds: int, report: Connection) -> None:
+def start_together(table: StatusTable, rows: tuple[int, ...]) -> None:
+    table.beat(NOW_NS)
+    wait_until(lambda: all(table.pulse(row) for row in rows), 20, "the other processes")
+
+
+def hammer(
+    memory: Descriptor, row: int, together: tuple[int, ...], rounds: int, report: Connection
+) -> None:
     """Do anything to any slot, a round at a time, then tell."""
     table = StatusTable(memory.fd, Owner(row, 1))
-    chance = random.Random(seed)
+    start_together(table, together)
+    chance = random.Random(row)
     deeds = Deeds()
     for _ in range(rounds):
         slot = chance.randrange(SLOTS)
@@ -66,7 +75,7 @@ def hammer(memory: Descriptor, row: int, seed: int, rounds: int, report: Connect
         generation = word >> GENERATION_SHIFT
         if generation % 2 == 0:
             try:
-                handle = table.open(seed, 0, now_ns=NOW_NS)
+                handle = table.open(row, 0, now_ns=NOW_NS)
             except TableFull:
                 continue
             deeds.opened.append((handle.slot, handle.generation))
@@ -151,9 +160,12 @@ class Witness:
             self.verdicts[slot, generation] = state, reason, quiet
 
 
-def watch(memory: Descriptor, rounds: int, report: Connection) -> None:
+def watch(
+    memory: Descriptor, row: int, together: tuple[int, ...], rounds: int, report: Connection
+) -> None:
     """Read one word after another, one by one and many at once."""
-    table = StatusTable(memory.fd)
+    table = StatusTable(memory.fd, Owner(row, 1))
+    start_together(table, together)
     witness = Witness()
     for turn in range(rounds):
         if turn % 2:
@@ -174,7 +186,7 @@ def make_memory() -> int:
 
 
 def generations_of(table: StatusTable) -> list[int]:
-    return (table.words >> np.uint64(GENERATION_SHIFT)).tolist()
+    return [int(word) >> GENERATION_SHIFT for word in table.words]
 
 
 def test_whatever_processes_do_at_once_each_verdict_has_one_winner_and_never_changes() -> None:
@@ -183,15 +195,14 @@ def test_whatever_processes_do_at_once_each_verdict_has_one_winner_and_never_cha
         stack.callback(os.close, fd)
         table = StatusTable(fd)
         stack.callback(table.close)
-        pipes = [FAIR.Pipe(duplex=False) for _ in range(5)]
-        arguments = [(row, row * 31, 12_000) for row in (1, 2, 3)]
+        pipes = [SPAWN.Pipe(duplex=False) for _ in TOGETHER]
         processes = [
-            FAIR.Process(target=hammer, args=(Descriptor(fd), *args, sending), daemon=True)
-            for args, (_, sending) in zip(arguments, pipes, strict=False)
-        ]
-        processes += [
-            FAIR.Process(target=watch, args=(Descriptor(fd), 12_000, sending), daemon=True)
-            for _, sending in pipes[3:]
+            SPAWN.Process(
+                target=hammer if row <= 3 else watch,
+                args=(Descriptor(fd), row, TOGETHER, ROUNDS, sending),
+                daemon=True,
+            )
+            for row, (_, sending) in zip(TOGETHER, pipes, strict=True)
         ]
         for process in processes:
             process.start()
@@ -209,7 +220,7 @@ def test_whatever_processes_do_at_once_each_verdict_has_one_winner_and_never_cha
 
         for wrong, _, looked in sights:
             assert wrong == []
-            assert looked >= 12_000
+            assert looked >= ROUNDS
         for what in ("opened", "ended", "silenced", "cleared"):
             done = Multiset(room for each in deeds for room in getattr(each, what))
             assert set(done.values()) <= {1}, f"{what} by two processes"
@@ -244,10 +255,10 @@ def test_processes_killed_while_they_hammer_leave_the_table_usable() -> None:
         rows = [1, 2, 3]
         processes = {}
         for row in rows:
-            receiving, sending = FAIR.Pipe(duplex=False)
+            receiving, sending = SPAWN.Pipe(duplex=False)
             stack.callback(receiving.close)
-            process = FAIR.Process(
-                target=hammer, args=(Descriptor(fd), row, row, 10**8, sending), daemon=True
+            process = SPAWN.Process(
+                target=hammer, args=(Descriptor(fd), row, (), 10**8, sending), daemon=True
             )
             process.start()
             sending.close()
@@ -263,7 +274,7 @@ def test_processes_killed_while_they_hammer_leave_the_table_usable() -> None:
         for number, row in enumerate(rows):
             for survivor in rows[number:]:  # after each death the others still get on
                 goals = {r: int(table.counters[r, Counter.ROOMS_OPENED]) for r in rows}
-                wait_until(lambda r=survivor: busy(r, 50), 20, f"rooms of process {survivor}")
+                wait_until(partial(busy, survivor, 50), 20, f"rooms of process {survivor}")
             process = processes[row]
             os.kill(process.pid or 0, signal.SIGKILL)
             process.join()

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ from pdrt.shm_status import (
     GENERATION_SHIFT,
     HEADER,
     HEADER_BYTES,
+    HIGH_WATER,
     INCARNATION_MASK,
     MAGIC,
     NOBODY,
@@ -311,8 +313,12 @@ class AtStep:
         self._at = at
         self._act = act
         self._view = table._view
-        table._load, table._cas, table._store = self.load_u64, self.cas_u64, self.store_u64
         table._view = self  # type: ignore[assignment]
+        self._take(table, self)
+
+    @staticmethod
+    def _take(table: StatusTable, view: Any) -> None:
+        table._load, table._cas, table._store = view.load_u64, view.cas_u64, view.store_u64
 
     def _step(self) -> None:
         self.count += 1
@@ -337,11 +343,7 @@ class AtStep:
 
     def remove(self, table: StatusTable) -> None:
         table._view = self._view
-        table._load, table._cas, table._store = (
-            self._view.load_u64,
-            self._view.cas_u64,
-            self._view.store_u64,
-        )
+        self._take(table, self._view)
 
     def close(self) -> None:
         self._view.close()
@@ -410,11 +412,15 @@ ACTIONS: dict[str, Action] = {
 }
 
 
+def perform(action: Action, table: StatusTable, handle: Handle, results: list[object]) -> None:
+    results.append(action(table, handle))
+
+
 POLLS = {"poll", "poll many"}
 
 
 def may_say(state: object, word: int, age: int) -> bool:
-    """May a reader have said that, with the word as it is now?  A verdict lasts as the room does."""
+    """May a reader have said that, with the word as it is now?  A verdict lasts."""
     return age > 0 or state not in TERMINAL or word & STATE_MASK == state
 
 
@@ -452,9 +458,7 @@ def test_two_processes_at_any_instruction_do_as_if_one_came_after_the_other(
             for at in range(STEPS_MAX):
                 handle = fresh()
                 did: list[object] = []
-                spy = AtStep(
-                    ours, at, lambda do=other, h=handle, did=did: did.append(do(theirs, h))
-                )
+                spy = AtStep(ours, at, partial(perform, other, theirs, handle, did))
                 mine = one(ours, handle)
                 spy.remove(ours)
                 if not did:
@@ -543,7 +547,7 @@ def test_a_room_cleared_while_a_reader_enforces_its_deadline_is_closed() -> None
         with tables(2, rooms_max=1) as [reader, other]:
             handle = other.open(1, 0, now_ns=NOW)
             bring(other, handle, KVPoll.Transferring)
-            spy = AtStep(reader, 2, lambda h=handle, other=other: claim(other, h))  # before its CAS
+            spy = AtStep(reader, 2, partial(claim, other, handle))  # before its CAS
             assert read(reader, handle) is Closed
             spy.remove(reader)
             assert int(other.words[handle.slot]) & STATE_MASK == CLAIMED
@@ -629,6 +633,28 @@ def test_a_full_table_refuses_and_recovers_slot_for_slot(freed: set[int], opener
             views[1 - opener].open(1, 0, now_ns=NOW)
         assert views[0].counters[:, Counter.ROOMS_REFUSED].sum() == 3
         assert len(views[0].live_slots()) == 2500
+
+
+def test_two_that_open_at_once_are_both_below_the_high_water_mark(pair: list[StatusTable]) -> None:
+    """Whichever raises it last, it never falls."""
+    ours, theirs = pair
+    for at in range(STEPS_MAX):
+        for slot in ours.live_slots().tolist():
+            ours.discard(slot, int(ours.words[slot]) >> GENERATION_SHIFT)
+        ours._store(HIGH_WATER, 0)
+        did: list[Handle] = []
+        spy = AtStep(ours, at, partial(open_some, theirs, 3, did))
+        mine = ours.open(1, 0, now_ns=NOW)
+        spy.remove(ours)
+        live = sorted(handle.slot for handle in (mine, *did))
+        assert ours.live_slots().tolist() == live, f"opened before step {at}"
+        if not did:
+            return
+    raise AssertionError(f"open takes more than {STEPS_MAX} steps")
+
+
+def open_some(table: StatusTable, count: int, opened: list[Handle]) -> None:
+    opened += [table.open(room, 0, now_ns=NOW) for room in range(count)]
 
 
 def test_who_only_clears_collects_nothing_without_end(pair: list[StatusTable]) -> None:

@@ -101,7 +101,7 @@ class Janitor:
                 self._settle(
                     rows[i], slot, generation, bool(owner_dead[i]), now_ns - failed_ns, others
                 )
-            # Not in the sweep that ended it: its listener reads there how it ended, to tell the peer.
+            # Not in the sweep that ended it: the listener has yet to read how, and tell the peer.
             if opener_dead[i] and not is_open[i] and table.clear(slot, generation):
                 changed += 1
         return changed

@@ -1,9 +1,9 @@
-"""What prefill's listener remembers: rooms that are over here, and what decodes asked for before the
-room was opened here.
+"""What prefill's listener remembers: rooms that are over here, and what decodes asked for before
+the room was opened here.
 
-All of it is bounded, and lost with the listener.  Losing it may cost a room its time, and never makes
-an answer wrong.  Decodes' own handles are the keys where there is one: a router may use a room id
-again, and late news of its first use must not touch the second.
+All of it is bounded, and lost with the listener.  Losing it may cost a room its time, and never
+makes an answer wrong.  Decodes' own handles are the keys where there is one: a router may use a
+room id again, and late news of its first use must not touch the second.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TypeVar
 
+from pdrt.clock import SECOND_NS
 from pdrt.protocol.messages import Abort, AbortTaken, Destination, Expect, Landed
 from pdrt.protocol.states import Reason
 from pdrt.shm_status import Handle
 
 MEMORY_MAX = 65536  # of each kind
+EARLY_NS = 5 * SECOND_NS  # a decode asks after its destination once a second
 
 Key = tuple[int, int]  # room, rank
 Theirs = tuple[str, int, int]  # decode's handle: instance, slot, generation
@@ -43,6 +45,8 @@ class Room:
     fenced: bool = False  # nothing can land at decode any more
     reason: Reason = Reason.NONE
     told_quiet: bool = False
+    by_shm: bool = False  # then our worker's death ends its writes, too
+    vanished_ns: int = 0  # since when its slot is cleared and its end not known
     abort_due_ns: int = 0  # 0: no abort waits for its acknowledgement
     abort_until_ns: int = 0
 
@@ -58,6 +62,7 @@ class Past:
         self.over: OrderedDict[Theirs, Landed | Abort] = OrderedDict()
         self.unclaimed: OrderedDict[Key, Room] = OrderedDict()  # failed before a decode asked
         self.early: OrderedDict[Key, Destination] = OrderedDict()  # came before our half
+        self._early_until_ns: dict[Key, int] = {}
         self.asked: OrderedDict[Key, Expect] = OrderedDict()  # likewise
         self._given_up: OrderedDict[Key, tuple[int, Theirs]] = OrderedDict()  # until when, who
 
@@ -65,6 +70,17 @@ class Past:
     def full(self) -> bool:
         """No place for another early destination: those are never dropped in silence."""
         return len(self.early) >= MEMORY_MAX
+
+    def keep_early(self, key: Key, destination: Destination, now_ns: int) -> None:
+        """Until our half is opened, or nobody asks after it any more."""
+        self.early[key] = destination
+        self._early_until_ns[key] = now_ns + EARLY_NS
+
+    def drop_unasked(self, now_ns: int) -> None:
+        for key, until_ns in list(self._early_until_ns.items()):
+            if key not in self.early or now_ns >= until_ns:
+                self.early.pop(key, None)
+                del self._early_until_ns[key]
 
     @staticmethod
     def remember(memory: OrderedDict[K, V], key: K, value: V) -> None:

@@ -40,6 +40,8 @@ from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason, told_by_
 from pdrt.shm_status import STATE_MASK, Handle, StatusTable
 
 SCAN_NS = 20 * MILLISECOND_NS
+VANISHED_NS = 100 * MILLISECOND_NS  # how long the end of a cleared room may be under way to us
+SHM = transport_code("shm")
 
 
 class PrefillListener:
@@ -72,6 +74,7 @@ class PrefillListener:
         self._rooms: dict[int, Room] = {}  # by slot
         self._by_id: dict[tuple[int, int], Room] = {}  # (room, rank), while they have no verdict
         self._failing: dict[Handle, Room] = {}  # failed, and decode has yet to know all of it
+        self._vanished: dict[tuple[int, int], Room] = {}  # by slot and generation
         self._past = Past(to_ns(timeouts.bootstrap_s))
         self._scanned_ns = 0  # 0: never, so rooms may be open or failed that we have not seen
 
@@ -142,7 +145,7 @@ class PrefillListener:
         word = self._table.read(handle.slot, handle.generation)
         if word is None or rank >= self._layout.ranks:
             return
-        room = Room(handle, rank)
+        room = Room(handle, rank, by_shm=self._table.transport(handle.slot) == SHM)
         if word.state not in OPEN:
             if word.state is KVPoll.Failed and not self._scanned_ns:
                 self._fail(room, word.reason, now_ns)
@@ -175,10 +178,12 @@ class PrefillListener:
             if room is not None and room.destination is None:
                 room.theirs = theirs_of(destination)
                 self._fault(room, reason, now_ns, tell=False)
-            self._mailbox.post(sender, self._abort_for(destination, reason, quiet=True))
+            abort = self._abort_for(destination, reason, quiet=True)
+            self._past.remember(self._past.over, theirs_of(destination), abort)
+            self._mailbox.post(sender, abort)
             return
         if room is None:
-            self._past.early[key] = destination
+            self._past.keep_early(key, destination, now_ns)
         else:
             self._match(room, destination, now_ns)
         taken = DestinationTaken(destination.slot, destination.generation)
@@ -215,11 +220,9 @@ class PrefillListener:
         handle = room.handle
         decode = self._decodes.get(destination.instance)
         room.destination, room.theirs = destination, theirs_of(destination)
-        self._table.set_path(
-            handle.slot,
-            transport_code(decode.transport(destination.rank) if decode is not None else ""),
-            instance_digest(destination.instance),
-        )
+        code = transport_code(decode.transport(destination.rank) if decode is not None else "")
+        room.by_shm = code == SHM
+        self._table.set_path(handle.slot, code, instance_digest(destination.instance))
         if self._table.move(handle.slot, handle.generation, Event.PEER_KNOWN, now_ns=now_ns):
             room.matched = True
             self._wake(self._table.opener_row(handle.slot))
@@ -241,6 +244,8 @@ class PrefillListener:
     def _answer_past(self, sender: Address, asked: Destination | Expect, now_ns: int) -> bool:
         """Answer for a room that is over here.  False if nothing is remembered of it."""
         theirs = theirs_of(asked)
+        if any(room.theirs == theirs for room in self._vanished.values()):
+            return True  # in a moment we shall know
         if theirs not in self._past.over:
             room = self._past.unclaimed.pop((asked.room, asked.rank), None)
             if room is None:
@@ -260,6 +265,8 @@ class PrefillListener:
             return
         destination = self._past.early.get(key) if room is None else room.destination
         if destination is not None and theirs_of(destination) == theirs:
+            if room is None:
+                self._past.keep_early(key, destination, now_ns)
             return
         if expect.sent:
             # We took its destination once and do not know the room: it is over, how is forgotten.
@@ -300,6 +307,8 @@ class PrefillListener:
     def _on_ended(self, ended: Ended, now_ns: int) -> None:
         room = self._rooms.get(ended.slot)
         if room is None or room.handle.generation != ended.generation:
+            room = self._vanished.pop((ended.slot, ended.generation), None)
+        if room is None:
             return
         if self._table.read(ended.slot, ended.generation) is not None:
             self._look(room, now_ns)
@@ -325,8 +334,10 @@ class PrefillListener:
         word = self._table.read(room.handle.slot, room.handle.generation)
         if word is None:
             # Cleared, so it was quiet; the message that says how it ended is on its way, or lost
-            # with the listener before us, and then decode will ask.
+            # with the process that sent it, and then decode will ask.
             self._leave(room)
+            room.vanished_ns = now_ns
+            self._vanished[room.handle[1:]] = room
         elif word.state is KVPoll.Success:
             self._succeed(room)
         elif word.state is KVPoll.Failed and not room.failed:
@@ -341,8 +352,8 @@ class PrefillListener:
 
     def _fail(self, room: Room, reason: Reason, now_ns: int, *, tell: bool = True) -> None:
         room.failed, room.reason = True, reason
-        room.fenced |= self._is_untouched(room)
         handle = room.handle
+        room.fenced |= self._is_quiet(room)
         self._leave(room)
         if not room.fenced:
             ended = Ended(handle.slot, handle.generation, failed=True, reason=reason)
@@ -363,21 +374,29 @@ class PrefillListener:
             room.told_quiet = True
             del self._failing[room.handle]
 
-    def _is_untouched(self, room: Room) -> bool:
-        """Was no byte of it ever posted?  The table's quiet is about our pages; it also follows our
-        worker's death, which is no fence for decode's."""
+    def _is_quiet(self, room: Room) -> bool:
+        """Can nothing of a failed room land at decode any more?  The table's quiet is about our
+        pages; it also follows our worker's death, which is a fence for decode's only with shm."""
         handle = room.handle
         word = self._table.read(handle.slot, handle.generation)
-        if word is None or word.state is not KVPoll.Failed:
-            return False
-        return self._table.entered_ns(handle.slot)[KVPoll.Transferring] == 0
+        if word is None:  # cleared, so it was quiet
+            return room.by_shm
+        untouched = self._table.entered_ns(handle.slot)[KVPoll.Transferring] == 0
+        return untouched or (room.by_shm and word.quiet)
+
+    def _is_unquiet(self, room: Room) -> bool:
+        """Is a fence for it still to come?"""
+        word = self._table.read(room.handle.slot, room.handle.generation)
+        return word is not None and not word.quiet
 
     def _tell(self, room: Room, now_ns: int) -> None:
         """Tell decode that the room failed; repeated until it says that it knows."""
         self._past.fail(room)
         decode = self._decodes.get(room.theirs[0])
-        if decode is None:
-            self._failing.pop(room.handle, None)
+        if decode is None:  # it will ask when it is back; then we should know of the fence
+            room.abort_due_ns = 0
+            if room.fenced:
+                self._failing.pop(room.handle, None)
             return
         room.told_quiet = room.fenced
         room.abort_due_ns = now_ns + to_ns(self._timeouts.resend_s)
@@ -427,9 +446,19 @@ class PrefillListener:
         self._scanned_ns = now_ns
 
     def _repeat(self, now_ns: int) -> None:
+        self._past.drop_unasked(now_ns)
         for room in list(self._failing.values()):
-            if now_ns >= room.abort_until_ns:
+            if not room.fenced and self._is_quiet(room):
+                room.fenced = True
+                self._tell(room, now_ns)
+            elif now_ns >= room.abort_until_ns and (room.fenced or not self._is_unquiet(room)):
                 del self._failing[room.handle]
             elif room.abort_due_ns and now_ns >= room.abort_due_ns:
                 self._table.count(Counter.RESENDS)
                 self._tell(room, now_ns)
+        for key, room in list(self._vanished.items()):
+            if now_ns - room.vanished_ns >= VANISHED_NS:
+                del self._vanished[key]
+                if room.theirs != NOBODY:
+                    room.reason = Reason.PEER_LOST
+                    self._past.fail(room)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -115,11 +116,11 @@ class Cluster:
         self._launch("decode", ["--port", "0", "--control-port", "0"])
         for name in ("prefill", "decode"):
             member = self.members[name]
-            self._wait(member, deadline, lambda m=member: self._announced(m))  # type: ignore[misc]
+            self._wait(member, deadline, partial(self._announced, member))
         say("loading the model in both")
         for name in ("prefill", "decode"):
             member = self.members[name]
-            self._wait(member, deadline, lambda m=member: answers(f"{m.url}/health"))  # type: ignore[misc]
+            self._wait(member, deadline, partial(answers, f"{member.url}/health"))
         if self._router_name is not None:
             say(f"starting {self._router_name}")
             self._launch_router(deadline)
@@ -160,7 +161,8 @@ class Cluster:
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
         router = self.members["router"] = self._spawn("router", command)
         router.facts = {"http": f"http://127.0.0.1:{port}"}
-        self._wait(router, deadline, lambda: answers(f"{self.url}/v1/models", hold="data"))
+        # Its own health does not say that both workers are registered; an answer does.
+        self._wait(router, deadline, lambda: completes(self.url))
 
     def _wait(self, member: Member, deadline: float, ready: Callable[[], bool]) -> None:
         while not ready():
@@ -177,12 +179,21 @@ class Cluster:
             member.stop()
 
 
-def answers(url: str, *, hold: str | None = None) -> bool:
-    """Does the URL answer 200, and, with `hold`, JSON in which that key is not empty?"""
+def answers(url: str) -> bool:
+    """Does a GET of the URL answer 200?"""
     try:
-        response = httpx.get(url, timeout=2.0)
-        return response.status_code == 200 and (hold is None or bool(response.json().get(hold)))
-    except (httpx.HTTPError, ValueError):
+        return httpx.get(url, timeout=2.0).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def completes(url: str) -> bool:
+    """Does a one-token completion go through?"""
+    body = {"model": "default", "prompt": "a", "max_tokens": 1, "temperature": 0}
+    try:
+        response = httpx.post(f"{url}/v1/completions", json=body, timeout=20.0)
+        return response.status_code == 200
+    except httpx.HTTPError:
         return False
 
 

@@ -29,6 +29,7 @@ PROMPT = (
     "When the storm ended, the fishermen"
 )
 TOKENS_MAX = 24
+WIDTH_MIN = 132  # columns; the table is cut otherwise where no terminal is
 
 app = App(name="bin/demo", help="Serve one chat and one stream with prefill and decode apart.")
 
@@ -43,7 +44,7 @@ def main(
 ) -> int:
     from pdrt.serving.convert import model_folder
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=max(Console().width, WIDTH_MIN))
     if router not in ROUTERS:
         console.print(f"--router must be one of {', '.join(ROUTERS)}")
         return 2

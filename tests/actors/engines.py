@@ -1,12 +1,13 @@
 """The engines of the world: real KVSender and KVReceiver objects under a scheduler of a few lines.
 
-An engine frees pages only when its room is quiet and cleared, and then fills them with a pattern; from
-there on no byte may land in them.  Decode compares every byte of a Success with what prefill wrote.
+An engine frees pages only when its room is quiet and cleared, and then fills them with a pattern;
+from there on no byte may land in them.  Decode compares every byte of a Success with what prefill
+wrote.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,7 @@ from pdrt.engine.receiver import KVReceiver
 from pdrt.engine.room import LISTENER, Desk
 from pdrt.engine.sender import KVSender
 from pdrt.errors import TableFull
+from pdrt.mailbox import Address
 from pdrt.memory.aux import AuxRow, AuxRows
 from pdrt.memory.pages import PageAllocator, Pages
 from pdrt.protocol.layout import AUX_ROW_BYTES
@@ -58,6 +60,7 @@ class Plan:
     eager: bool = False  # prefill: send before the destination is known
     peer: str = ""  # decode: host:port of prefill
     bad: bool = False  # decode: name pages outside the pool
+    mute: bool = False  # prefill: send nothing until `unmute`
 
 
 @dataclass(eq=False)
@@ -128,7 +131,10 @@ class Engine:
 
     def _reserve(self, job: Job) -> bool:
         assert self.pages is not None
-        if self.pages.free_count < job.plan.pages_count or self.aux.used_count == self.aux.rows_count:
+        if (
+            self.pages.free_count < job.plan.pages_count
+            or self.aux.used_count == self.aux.rows_count
+        ):
             return False
         job.pages = self.pages.allocate(job.plan.pages_count)
         job.aux_index = self.aux.reserve()
@@ -186,7 +192,11 @@ class Engine:
     def _check(self, job: Job) -> None:
         """At Success."""
 
-    def handle(self, sender: object, message: AnyMessage, now_ns: int) -> None:
+    def unmute(self, room: int) -> None:
+        job = self.jobs[room]
+        job.plan = replace(job.plan, mute=False)
+
+    def handle(self, sender: Address, message: AnyMessage, now_ns: int) -> None:
         raise AssertionError(f"an engine got {message!r}")
 
     def tick(self, now_ns: int) -> int:
@@ -264,7 +274,7 @@ class PrefillEngine(Engine):
     def _drive(self, job: Job, state: KVPoll, now_ns: int) -> None:
         plan, sender = job.plan, job.half
         assert isinstance(sender, KVSender)
-        if job.sent_chunks == plan.chunks or now_ns < job.due_ns:
+        if plan.mute or job.sent_chunks == plan.chunks or now_ns < job.due_ns:
             return
         if state is KVPoll.Bootstrapping and not plan.eager:
             return

@@ -36,7 +36,10 @@ class Watch:
             engine.actor.check_freed()
 
     def _compare(self, slot: int, before: int, after: int) -> None:
-        old, new = unpack(before & ~0xF | min(before & 0xF, 4)), unpack(after & ~0xF | min(after & 0xF, 4))
+        old, new = (
+            unpack(before & ~0xF | min(before & 0xF, 4)),
+            unpack(after & ~0xF | min(after & 0xF, 4)),
+        )
         where = f"{self._tree.name} slot {slot}: {old} -> {new}"
         assert new.generation >= old.generation, where
         if old.generation == new.generation and old.generation & 1 and before & STATE_MASK <= 4:
@@ -73,7 +76,7 @@ def leftovers(tree: Tree) -> list[str]:
         actor = process.actor
         match actor:
             case PrefillListener():
-                fields = ["_rooms", "_by_id", "_failing"]
+                fields = ["_rooms", "_by_id", "_failing", "_vanished"]
                 note(f"early {actor._past.early}", len(actor._past.early))
             case DecodeListener():
                 fields = ["_rooms", "_failing"]

@@ -1,5 +1,5 @@
-"""One process tree of the world: table, regions, listener, workers, engine, janitor, and the hand that
-kills, freezes and restarts them as the supervisor would."""
+"""One process tree of the world: table, regions, listener, workers, engine, janitor, and the hand
+that kills, freezes and restarts them as the supervisor would."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pdrt import shm_status
+from pdrt.actors.base import Actor
 from pdrt.actors.boot import ENGINES_MAX, FIRST_ENGINE_ROW, FIRST_WORKER_ROW, LISTENER_ROW
 from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.decodes import worker_link
@@ -23,7 +24,6 @@ from pdrt.actors.transfer import LISTENER, TransferWorker
 from pdrt.clock import MILLISECOND_NS, ManualClock, to_ns
 from pdrt.config import Timeouts
 from pdrt.protocol.layout import Layout, RegionMap
-from pdrt.protocol.messages import AnyMessage
 from pdrt.protocol.peers import instance_digest
 from pdrt.protocol.states import KVPoll, Role
 from pdrt.shm_status import Owner, StatusTable
@@ -40,12 +40,6 @@ class ShmLike(FakeTransport):
     """The fake with shm's quiet: the writer's death ends its writes, ours does not."""
 
     name = "shm"
-
-
-class Actor(Protocol):
-    def handle(self, sender: object, message: AnyMessage, now_ns: int) -> None: ...
-
-    def tick(self, now_ns: int) -> int: ...
 
 
 @dataclass(eq=False)
@@ -100,7 +94,9 @@ class Tree:
         self._engine = engine
         self.control = f"{name}:8998"
         self.maps = tuple(
-            RegionMap(layout=shape.layout, rank=r, pages_count=shape.pages_count, aux_rows=shape.aux_rows)
+            RegionMap(
+                layout=shape.layout, rank=r, pages_count=shape.pages_count, aux_rows=shape.aux_rows
+            )
             for r in range(shape.layout.ranks)
         )
         t = shape.timeouts
@@ -118,7 +114,9 @@ class Tree:
         self._tables: list[StatusTable] = []
         self.table = self._view(Owner(1, 1))
         self._fds = [shm_status.memory_fd(f"{name}{m.rank}", m.length_bytes) for m in self.maps]
-        self._mapped = [mmap.mmap(fd, m.length_bytes) for fd, m in zip(self._fds, self.maps, strict=True)]
+        self._mapped = [
+            mmap.mmap(fd, m.length_bytes) for fd, m in zip(self._fds, self.maps, strict=True)
+        ]
         self.regions = [memoryview(m) for m in self._mapped]
         self.memory: list[NDArray[np.uint8]] = [np.frombuffer(m, np.uint8) for m in self._mapped]
         self.processes: dict[str, Process] = {}
@@ -176,7 +174,7 @@ class Tree:
         self.post.open_door(box, "control", f"tcp://{self.control}")
         for m in self.maps:
             box.link(worker_link(m.rank), f"ipc://{self.instance}-worker{m.rank}")
-        common = {
+        common: dict[str, Any] = {
             "instance": self.instance,
             "boot_id": "host",
             "layout": self.shape.layout,
@@ -247,7 +245,11 @@ class Tree:
 
     def _is_mapped(self, peer: int) -> bool:
         """shm: does a living worker of that peer hold one of our regions?"""
-        mine = {id(agent) for name, agent in self.fabric.agents.items() if name.startswith(self.instance)}
+        mine = {
+            id(agent)
+            for name, agent in self.fabric.agents.items()
+            if name.startswith(self.instance)
+        }
         return any(
             id(link.agent) in mine
             for transport in self.decodes_mapped_by(peer)
@@ -302,12 +304,14 @@ class Tree:
     def close(self) -> None:
         for process in self.processes.values():
             if process.transport is not None:
-                process.transport.close()
+                self._dead.append(process.transport)
         for transport in [*self._dead, *(t for t, _ in self.zombies)]:
-            transport.close()
+            with contextlib.suppress(BufferError):
+                transport.close()
         self.processes.clear()
         for table in self._tables:
-            table.close()
+            with contextlib.suppress(BufferError):
+                table.close()
         self.memory.clear()
         for region, mapped in zip(self.regions, self._mapped, strict=True):
             with contextlib.suppress(BufferError):  # a failing test's traceback holds views

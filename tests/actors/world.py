@@ -1,4 +1,4 @@
-"""THE WORLD: a prefill tree, one or more decode trees and the network, in one thread, in virtual time.
+"""THE WORLD: a prefill tree, decode trees and the network, in one thread, in virtual time.
 
 Everything but the engines' scheduling, the network and the supervisor is pdrt's own code.  One seed
 decides everything.  After every `step` the laws are checked (`laws.Watch`).
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import Any
 
+from pdrt.actors.base import Actor
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, ManualClock
 from pdrt.config import Timeouts
 from pdrt.protocol.layout import Layout
@@ -18,7 +20,7 @@ from pdrt.transports.fake import FakeFabric, FakeTransport
 from tests.actors.engines import DecodeEngine, Engine, Job, Ledger, Plan, PrefillEngine
 from tests.actors.laws import Watch, leftovers
 from tests.actors.post import Box, Post
-from tests.actors.tree import Actor, Shape, ShmLike, Tree
+from tests.actors.tree import Shape, ShmLike, Tree
 
 LAYOUT = Layout(
     model="world", layers=2, kv_heads=1, head_dim=2, dtype="float32", page_size=1, ranks=1
@@ -100,18 +102,18 @@ class World:
 
     # --- rooms -----------------------------------------------------------------------------------
 
-    def send(self, room: int, **how: object) -> None:
+    def send(self, room: int, **how: Any) -> None:
         """Ask the prefill engine to serve a room."""
         if "engine" in self.trees["prefill"].processes:
-            self.engine("prefill").plan(Plan(room, **how))  # type: ignore[arg-type]
+            self.engine("prefill").plan(Plan(room, **how))
 
-    def receive(self, room: int, decode: str = "decode0", **how: object) -> None:
+    def receive(self, room: int, decode: str = "decode0", **how: Any) -> None:
         """Ask a decode engine to serve a room."""
         if "engine" in self.trees[decode].processes:
             peer = self.trees["prefill"].control
-            self.engine(decode).plan(Plan(room, peer=peer, **how))  # type: ignore[arg-type]
+            self.engine(decode).plan(Plan(room, peer=peer, **how))
 
-    def both(self, room: int, decode: str = "decode0", **how: object) -> None:
+    def both(self, room: int, decode: str = "decode0", **how: Any) -> None:
         self.send(room, **how)
         self.receive(room, decode, pages_count=how.get("pages_count", 4))
 
@@ -177,5 +179,5 @@ class World:
             tree.close()
 
 
-def _fields(layout: Layout) -> dict[str, object]:
+def _fields(layout: Layout) -> dict[str, Any]:
     return {name: getattr(layout, name) for name in Layout.__struct_fields__}

@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -109,8 +110,11 @@ def held(member: Member) -> dict[str, float]:
     return left
 
 
+def holds_nothing(member: Member) -> bool:
+    return not held(member)
+
+
 def wait_idle(cluster: Cluster, deadline_s: float) -> None:
     """Both sides back to zero rooms, pages and aux rows within the deadline."""
     for member in (cluster.prefill, cluster.decode):
-        wait_until(lambda m=member: not held(m), deadline_s, f"{member.name} to hold nothing")  #
-        type: ignore[misc]
+        wait_until(partial(holds_nothing, member), deadline_s, f"{member.name} to hold nothing")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,7 +45,7 @@ def smol_folder() -> Path:
 
 @pytest.fixture(scope="module")
 def alone(smol_folder: Path) -> Iterator[LocalEngine]:
-    with LocalEngine(smol_folder) as engine:
+    with LocalEngine(smol_folder, threads=os.cpu_count() or 1) as engine:
         yield engine
 
 
@@ -63,16 +65,25 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 }
 
 
+class Expected:
+    """What one process says, worked out once for each sampling."""
+
+    def __init__(self, engine: LocalEngine, prompts: list[list[int]]) -> None:
+        self._engine, self._prompts = engine, prompts
+        self._answers: dict[str, list[Answer]] = {}
+
+    def __getitem__(self, name: str) -> list[Answer]:
+        if name not in self._answers:
+            sampling = SamplingParams(
+                max_tokens=TOKENS_MAX, ignore_eos=True, logprobs=2, **SAMPLINGS[name]
+            )
+            self._answers[name] = self._engine.answer(self._prompts, sampling)
+        return self._answers[name]
+
+
 @pytest.fixture(scope="module")
-def expected(alone: LocalEngine, prompts: list[list[int]]) -> dict[str, list[Answer]]:
-    """What one process says."""
-    return {
-        name: alone.answer(
-            prompts,
-            SamplingParams(max_tokens=TOKENS_MAX, ignore_eos=True, logprobs=2, **sampling),
-        )
-        for name, sampling in SAMPLINGS.items()
-    }
+def expected(alone: LocalEngine, prompts: list[list[int]]) -> Expected:
+    return Expected(alone, prompts)
 
 
 def compare(outcomes: Sequence[Outcome], answers: Sequence[Answer]) -> int:
@@ -90,46 +101,61 @@ def compare(outcomes: Sequence[Outcome], answers: Sequence[Answer]) -> int:
     return swaps
 
 
+#: Sampling, how many at once, every how many-th prompt.
+GREEDY = (("greedy", 16, 1), ("greedy", 1, 6))
+SEEDED = (("seeded", 16, 1), ("seeded", 1, 6))
+EVERYTHING = (("greedy", 16, 1), ("greedy", 1, 1), ("seeded", 16, 1), ("seeded", 1, 1))
+
 CONFIGURATIONS = [
-    pytest.param("nixl", 1, 512, id="nixl-1-device"),
-    pytest.param("shm", 2, 100, id="shm-2-devices-chunks-of-100"),
-    pytest.param("nixl", 2, 160, id="nixl-2-devices-chunks-of-160", marks=pytest.mark.slow),
-    pytest.param("shm", 1, 512, id="shm-1-device", marks=pytest.mark.slow),
-    pytest.param("nixl", 1, 7, id="nixl-chunks-of-7", marks=pytest.mark.slow),
+    pytest.param("nixl", 1, 512, GREEDY, id="nixl-1-device"),
+    pytest.param("shm", 2, 100, SEEDED, id="shm-2-devices-chunks-of-100"),
+    *(
+        pytest.param(
+            transport,
+            devices_count,
+            chunk,
+            EVERYTHING,
+            id=f"{transport}-{devices_count}-chunks-of-{chunk}-everything",
+            marks=pytest.mark.slow,
+        )
+        for transport in ("nixl", "shm")
+        for devices_count in (1, 2)
+        for chunk in (512, 100, 7)
+    ),
 ]
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize(("transport", "devices_count", "chunk"), CONFIGURATIONS)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("transport", "devices_count", "chunk", "passes"), CONFIGURATIONS)
 def test_disaggregated_output_equals_that_of_one_process(
     start_cluster: StartCluster,
     smol_folder: Path,
     prompts: list[list[int]],
-    expected: dict[str, list[Answer]],
+    expected: Expected,
     transport: str,
     devices_count: int,
     chunk: int,
+    passes: Sequence[tuple[str, int, int]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    wanted = {name: expected[name] for name, _, _ in passes}  # before the cluster takes the cores
     devices = ",".join(f"cpu:{i}" for i in range(devices_count))
     flags = ["--transport", transport, "--devices", devices, "--kv-checksum"]
     cluster = start_cluster(*flags, "--chunked-prefill-size", str(chunk), model=smol_folder)
     driver = Driver(cluster)
     try:
-        for name, sampling in SAMPLINGS.items():
-            for concurrency, few in ((16, prompts), (1, prompts[::4])):
-                bodies = [
-                    driver.body(p, max_new_tokens=TOKENS_MAX, ignore_eos=True, **sampling)
-                    for p in few
-                ]
-                outcomes = driver.ask(*bodies, concurrency=concurrency)
-                answers = expected[name] if few is prompts else expected[name][::4]
-                swaps = compare(outcomes, answers)
-                with capsys.disabled():
-                    print(
-                        f"\n{transport} {devices} chunk={chunk} {name} at once={concurrency}: "
-                        f"{len(few)} prompts, {swaps} near-equal logits swapped"
-                    )
+        for name, concurrency, every in passes:
+            bodies = [
+                driver.body(p, max_new_tokens=TOKENS_MAX, ignore_eos=True, **SAMPLINGS[name])
+                for p in prompts[::every]
+            ]
+            outcomes = driver.ask(*bodies, concurrency=concurrency)
+            swaps = compare(outcomes, wanted[name][::every])
+            with capsys.disabled():
+                sys.stdout.write(
+                    f"\n{transport} {devices} chunk={chunk} {name} at once={concurrency}: "
+                    f"{len(bodies)} prompts, {swaps} near-equal logits changed places\n"
+                )
         wait_idle(cluster, 5)
     finally:
         cluster.stop()

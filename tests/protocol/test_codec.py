@@ -18,6 +18,7 @@ from pdrt.protocol.messages import (
     Destination,
     Heartbeat,
     Introduction,
+    Message,
     PeerGone,
 )
 from tests.protocol.messages_any import CLASSES, any_message, of_struct
@@ -132,7 +133,7 @@ def test_any_msgpack_is_messages_or_a_protocol_error(value: object, tag: int) ->
         check_any(frame_of(plain))
 
 
-def bounded_fields() -> list[tuple[type[AnyMessage], int, int]]:
+def bounded_fields() -> list[tuple[type[Message], int, int]]:
     """(class, position, value outside its bounds) of every integer on the wire."""
     found = []
     for cls in CLASSES:
@@ -150,7 +151,7 @@ def bounded_fields() -> list[tuple[type[AnyMessage], int, int]]:
 @settings(deadline=None, max_examples=300)
 @given(st.sampled_from(bounded_fields()), st.data())
 def test_a_number_out_of_its_bounds_is_malformed(
-    field: tuple[type[AnyMessage], int, int], data: st.DataObject
+    field: tuple[type[Message], int, int], data: st.DataObject
 ) -> None:
     cls, position, value = field
     plain = plain_of(data.draw(of_struct(cls)))

@@ -21,6 +21,7 @@ from pdrt.protocol.states import (
     agree,
     quiet_at,
     step,
+    told_by_peer,
 )
 
 roles = st.sampled_from(Role)
@@ -104,6 +105,15 @@ def test_ranks_agree_on_the_lowest_state(states: list[KVPoll]) -> None:
 def test_the_order_of_ranks_is_of_no_matter() -> None:
     for ranks in permutations(KVPoll, 3):
         assert agree(ranks) is agree(reversed(ranks))
+
+
+@settings(deadline=None)
+@given(st.sampled_from(Reason) | st.integers(0, 255))
+def test_a_peers_reason_is_told_as_a_fault_and_never_as_a_wish_of_ours(number: int) -> None:
+    told = told_by_peer(number)
+    ours = {Reason.NONE, Reason.ABORTED, Reason.CLIENT_GONE, Reason.SHUTDOWN}
+    assert told not in ours
+    assert told is (Reason(number) if number in set(Reason) - ours else Reason.PEER_ABORTED)
 
 
 def test_states_are_numbered_as_engines_number_them() -> None:

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdrt.config import Settings, Timeouts, cache_folder, default_environment
+from pdrt.errors import BadConfig
+
+
+def test_the_defaults_of_both_roles_are_accepted() -> None:
+    for role in ("prefill", "decode"):
+        assert Settings(role=role).role == role
+
+
+BAD: list[tuple[dict[str, object], str]] = [
+    ({"role": "router"}, "role 'router'"),
+    ({"transport": "tcp"}, "--transport 'tcp'"),
+    ({"engine": "vllm"}, "--engine 'vllm'"),
+    ({"devices": ()}, "--devices"),
+    ({"devices": ("cpu:0", "cpu:0")}, "give each device once"),
+    ({"devices": ("cuda:0",)}, "device 'cuda:0'"),
+    ({"devices": ("cpu",)}, "device 'cpu'"),
+    ({"devices": ("cpu:x",)}, "device 'cpu:x'"),
+    ({"page_size": 0}, "--page-size must be at least 1"),
+    ({"pool_tokens": 0}, "--pool-tokens"),
+    ({"aux_rows": -1}, "--aux-rows"),
+    ({"rooms_max": 0}, "--rooms-max"),
+    ({"chunked_prefill_size": 0}, "--chunked-prefill-size"),
+    ({"port": -1}, "--port -1 is not a port"),
+    ({"bootstrap_port": 65536}, "--bootstrap-port"),
+    ({"supervisor_port": 70000}, "--supervisor-port"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "words"), BAD, ids=lambda value: str(value)[:40])
+def test_a_bad_value_is_refused_by_the_name_of_its_flag(
+    wrong: dict[str, object], words: str
+) -> None:
+    with pytest.raises(BadConfig, match=words):
+        Settings(**({"role": "prefill"} | wrong))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", Timeouts.__struct_fields__)
+@pytest.mark.parametrize("value", [0.0, -1.0, 0.0005, 1e7, math.nan, math.inf])
+def test_a_time_that_would_be_no_deadline_is_refused(name: str, value: float) -> None:
+    with pytest.raises(BadConfig, match=f"--{name.replace('_', '-')} must be from 0.001"):
+        Settings(role="prefill", timeouts=Timeouts(**{name: value}))
+
+
+def test_settings_travel_as_they_are_and_do_not_change() -> None:
+    sent = Settings(role="decode", devices=("cpu:0", "cpu:1"), timeouts=Timeouts(quiet_s=1.5))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sent), type=Settings) == sent
+    with pytest.raises(AttributeError):
+        sent.port = 1  # type: ignore[misc]
+
+
+def test_settings_that_travel_are_checked_again() -> None:
+    plain = msgspec.to_builtins(Settings(role="decode")) | {"role": "router"}
+    with pytest.raises(BadConfig):
+        msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=Settings)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 10_000), st.integers(1, 10_000))
+def test_the_pool_holds_its_tokens_in_whole_pages(pool_tokens: int, page_size: int) -> None:
+    told = Settings(role="prefill", pool_tokens=pool_tokens, page_size=page_size)
+    assert (told.pages_count - 1) * page_size < pool_tokens <= told.pages_count * page_size
+
+
+def test_threads_are_as_told_or_half_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings(role="prefill", threads=3).torch_threads == 3
+    for cores, threads in ((8, 4), (1, 1), (None, 1)):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        assert Settings(role="prefill").torch_threads == threads
+
+
+def test_the_operators_environment_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDRT_TEST_SET", "mine")
+    monkeypatch.setenv("PDRT_TEST_UNSET", "")  # so that it is restored
+    monkeypatch.delenv("PDRT_TEST_UNSET")
+    default_environment({"PDRT_TEST_SET": "default", "PDRT_TEST_UNSET": "default"})
+    assert os.environ["PDRT_TEST_SET"] == "mine"
+    assert os.environ["PDRT_TEST_UNSET"] == "default"
+
+
+def test_the_cache_is_where_the_operator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDRT_CACHE", "/one")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/two")
+    monkeypatch.setenv("HOME", "/three")
+    assert cache_folder() == Path("/one")
+    monkeypatch.delenv("PDRT_CACHE")
+    assert cache_folder() == Path("/two/pdrt")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    assert cache_folder() == Path("/three/.cache/pdrt")

@@ -1,0 +1,467 @@
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections import Counter as Multiset
+from collections.abc import Callable, Generator
+
+import pytest
+import zmq
+
+from pdrt import mailbox as mailbox_module
+from pdrt.errors import ProtocolError
+from pdrt.mailbox import FRAMES_A_TURN, MESSAGES_A_TURN, Envelope, Mailbox
+from pdrt.protocol.codec import FRAME_BYTES_MAX, MAGIC, Malformed, encode
+from pdrt.protocol.counters import Counter
+from pdrt.protocol.messages import (
+    AnyMessage,
+    DestinationTaken,
+    Heartbeat,
+    NewsTaken,
+    PeerGone,
+    Resync,
+)
+from tests.waiting import wait_until
+
+WAIT_S = 10.0
+NEWS = NewsTaken(1, 3)
+
+
+class Counts:
+    """What a mailbox counted."""
+
+    def __init__(self) -> None:
+        self.of: Multiset[int] = Multiset()
+
+    def __call__(self, counter: Counter, amount: int, offset: int) -> None:
+        self.of[counter + offset] += amount
+
+    def malformed(self) -> dict[Malformed, int]:
+        found = {kind: self.of[Counter.MALFORMED + kind] for kind in Malformed}
+        return {kind: count for kind, count in found.items() if count}
+
+
+class Site:
+    """Listening sockets, mailboxes and raw sockets of one test."""
+
+    def __init__(self) -> None:
+        self.listening: list[socket.socket] = []
+        self.mailboxes: list[Mailbox] = []
+        self.context = zmq.Context()
+        self.raws: list[zmq.Socket[bytes]] = []
+
+    def listen(self, family: str = "tcp") -> tuple[str, socket.socket]:
+        if family == "tcp":
+            server = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            server.bind(("127.0.0.1", 0))
+            endpoint = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        else:
+            server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            name = f"pdrt-test-{secrets.token_hex(8)}"
+            server.bind(f"\0{name}")
+            endpoint = f"ipc://@{name}"
+        server.listen(128)
+        server.setblocking(False)
+        self.listening.append(server)
+        return endpoint, server
+
+    def mailbox(self, identity: str) -> tuple[Mailbox, Counts]:
+        counts = Counts()
+        made = Mailbox(identity.encode(), counts)
+        self.mailboxes.append(made)
+        return made, counts
+
+    def door(
+        self, *, from_peer: bool = True, family: str = "tcp"
+    ) -> tuple[str, Mailbox, Counts, socket.socket]:
+        endpoint, server = self.listen(family)
+        owner, counts = self.mailbox("owner")
+        owner.open_door("door", endpoint, os.dup(server.fileno()), from_peer=from_peer)
+        return endpoint, owner, counts, server
+
+    def socket(self, kind: int) -> zmq.Socket[bytes]:
+        made = self.context.socket(kind)
+        self.raws.append(made)
+        return made
+
+    def raw(self, endpoint: str, identity: bytes = b"raw") -> zmq.Socket[bytes]:
+        dealer = self.socket(zmq.DEALER)
+        dealer.set(zmq.ROUTING_ID, identity)
+        dealer.set(zmq.LINGER, 0)
+        dealer.set(zmq.SNDTIMEO, 10_000)
+        dealer.set(zmq.RCVTIMEO, 10_000)
+        dealer.connect(endpoint)
+        return dealer
+
+    def close(self) -> None:
+        for each in self.mailboxes:
+            each.close()
+        for server in self.listening:
+            server.close()
+        for raw in self.raws:
+            raw.close(linger=0)
+        self.context.term()
+
+
+@pytest.fixture
+def site() -> Generator[Site]:
+    made = Site()
+    yield made
+    made.close()
+
+
+def post(mailbox: Mailbox, to: str | tuple[str, bytes], *messages: AnyMessage) -> None:
+    for message in messages:
+        mailbox.post(to, message)
+    mailbox.flush()
+
+
+def collect(mailbox: Mailbox, count: int) -> list[Envelope]:
+    """Wait for that many envelopes; more is an error."""
+    found: list[Envelope] = []
+
+    def enough() -> bool:
+        found.extend(mailbox.receive(20))
+        return len(found) >= count
+
+    wait_until(enough, WAIT_S, f"{count} envelopes")
+    assert len(found) == count
+    return found
+
+
+def counted(mailbox: Mailbox, is_so: Callable[[], object], what: str) -> list[Envelope]:
+    """Take in until something was counted; returns what came meanwhile."""
+    found: list[Envelope] = []
+
+    def look() -> object:
+        found.extend(mailbox.receive(20))
+        return is_so()
+
+    wait_until(look, WAIT_S, what)
+    return found
+
+
+@pytest.mark.parametrize("family", ["tcp", "ipc"])
+def test_what_is_posted_in_one_turn_arrives_in_order_in_one_frame(site: Site, family: str) -> None:
+    endpoint, owner, counts, _ = site.door(family=family)
+    sender, sent = site.mailbox("sender")
+    sender.link("to", endpoint)
+    messages = [NewsTaken(slot, 1) for slot in range(100)]
+    post(sender, "to", *messages)
+    sender.flush()  # nothing more to say: no frame
+    assert collect(owner, 100) == [(("door", b"sender"), message) for message in messages]
+    assert (counts.of[Counter.FRAMES_IN], counts.of[Counter.MESSAGES_IN]) == (1, 100)
+    assert (sent.of[Counter.FRAMES_OUT], sent.of[Counter.MESSAGES_OUT]) == (1, 100)
+
+
+def test_an_answer_goes_to_whoever_wrote(site: Site) -> None:
+    endpoint, owner, _, _ = site.door()
+    senders = [site.mailbox(name)[0] for name in ("a", "b")]
+    for number, sender in enumerate(senders):
+        sender.link("to", endpoint, from_peer=True)
+        post(sender, "to", NewsTaken(number, 1))
+    for address, message in collect(owner, 2):
+        assert isinstance(message, NewsTaken)
+        owner.post(address, DestinationTaken(message.slot, 9))
+    owner.flush()
+    for number, sender in enumerate(senders):
+        assert collect(sender, 1) == [("to", DestinationTaken(number, 9))]
+
+
+def test_a_batch_that_is_too_big_is_cut_and_a_message_that_is_too_big_is_counted(
+    site: Site,
+) -> None:
+    """The latter happens without fault of ours: what a peer sent may not fit when passed on."""
+    endpoint, owner, counts, _ = site.door()
+    sender, sent = site.mailbox("sender")
+    sender.link("to", endpoint)
+    big = Heartbeat("p", 1, bytes(FRAME_BYTES_MAX * 3 // 5))
+    huge = Heartbeat("p", 1, bytes(FRAME_BYTES_MAX))
+    post(sender, "to", big, huge, NEWS, big)
+    assert [message for _, message in collect(owner, 3)] == [big, NEWS, big]
+    assert counts.of[Counter.FRAMES_IN] == 2
+    assert sent.of[Counter.SENDS_REFUSED] == 1
+
+
+def test_a_turn_takes_a_bounded_number_of_frames_and_messages_from_a_socket(site: Site) -> None:
+    endpoint, owner, _, _ = site.door()
+    crowded, hasty = site.raw(endpoint, b"crowded"), site.raw(endpoint, b"hasty")
+    for _ in range(20):
+        crowded.send(encode([NEWS] * 1000))
+    turns: list[int] = []
+
+    def took(count: int) -> bool:
+        turns.append(len(owner.receive(20)))
+        return sum(turns) == count
+
+    wait_until(lambda: took(20_000), WAIT_S, "all")
+    assert max(turns) <= MESSAGES_A_TURN + 1000
+    for _ in range(3 * FRAMES_A_TURN):
+        hasty.send(encode([NEWS]))
+    turns.clear()
+    wait_until(lambda: took(3 * FRAMES_A_TURN), WAIT_S, "all")
+    assert max(turns) <= FRAMES_A_TURN
+
+
+# --- queues ---
+
+
+@pytest.fixture
+def short_queues(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox_module, "QUEUE_MAX", 8)
+
+
+@pytest.mark.usefixtures("short_queues")
+def test_a_link_whose_door_nobody_serves_fills_up_and_is_counted(site: Site) -> None:
+    endpoint, _ = site.listen()
+    sender, sent = site.mailbox("sender")
+    sender.link("to", endpoint)
+    for _ in range(50):
+        post(sender, "to", NEWS, NEWS)
+    assert sent.of[Counter.FRAMES_OUT] == 8
+    assert sent.of[Counter.MESSAGES_OUT] == 16
+    assert sent.of[Counter.SENDS_REFUSED] == 84  # messages, not frames
+
+
+@pytest.mark.usefixtures("short_queues")
+def test_a_frozen_peer_fills_its_own_queue_and_slows_nobody_else(site: Site) -> None:
+    endpoint, owner, counts, _ = site.door()
+    frozen = site.raw(endpoint, b"frozen")
+    frozen.set(zmq.RCVHWM, 8)
+    frozen.send(encode([NEWS]))
+    lively, _ = site.mailbox("lively")
+    lively.link("to", endpoint)
+    post(lively, "to", NEWS)
+    assert len(collect(owner, 2)) == 2
+    chunk = Heartbeat("p", 1, bytes(1 << 16))
+    for _ in range(2000):
+        post(owner, ("door", b"frozen"), chunk)
+    assert counts.of[Counter.SENDS_REFUSED] > 0
+    refused = counts.of[Counter.SENDS_REFUSED]
+    for _ in range(5):
+        post(owner, ("door", b"lively"), NEWS)
+        assert collect(lively, 1) == [("to", NEWS)]
+    assert counts.of[Counter.SENDS_REFUSED] == refused
+
+
+def test_what_is_sent_to_a_peer_that_is_gone_is_counted(site: Site) -> None:
+    endpoint, owner, counts, _ = site.door()
+    peer, _ = site.mailbox("peer")
+    peer.link("to", endpoint)
+    post(peer, "to", NEWS)
+    collect(owner, 1)
+    post(owner, ("door", b"peer"), NEWS)
+    assert counts.of[Counter.SENDS_REFUSED] == 0
+    peer.close()
+    site.mailboxes.remove(peer)
+
+    def refused() -> int:
+        post(owner, ("door", b"peer"), NEWS)
+        owner.receive(5)
+        return counts.of[Counter.SENDS_REFUSED]
+
+    wait_until(refused, WAIT_S, "the peer's end to be seen")
+
+
+def test_what_is_sent_to_nobody_is_counted(site: Site) -> None:
+    _, owner, counts, _ = site.door()
+    post(owner, ("door", b"nobody"), NEWS, NEWS)
+    post(owner, ("no such door", b"nobody"), NEWS)
+    post(owner, "no such link", NEWS)
+    assert counts.of[Counter.SENDS_REFUSED] == 4
+    assert counts.of[Counter.FRAMES_OUT] == 0
+
+
+# --- malformed ---
+
+MALFORMED: list[tuple[Malformed, list[bytes]]] = [
+    (Malformed.PARTS, [encode([NEWS]), b""]),
+    (Malformed.PARTS, [b"", encode([NEWS])]),
+    (Malformed.EMPTY, [b""]),
+    (Malformed.OVERSIZED, [bytes(FRAME_BYTES_MAX + 1)]),
+    (Malformed.OVERSIZED, [bytes(2 * FRAME_BYTES_MAX)]),
+    (Malformed.FOREIGN, [b"{}"]),
+    (Malformed.UNREADABLE, [MAGIC]),
+    (Malformed.UNREADABLE, [encode([NEWS])[:-1]]),
+    (Malformed.UNKNOWN, [MAGIC + b"\x91\x91\x63"]),
+    (Malformed.NOT_FOR_PEERS, [encode([NEWS, PeerGone("x")])]),
+]
+
+
+@pytest.mark.parametrize(("kind", "parts"), MALFORMED, ids=lambda v: getattr(v, "name", ""))
+def test_a_malformed_frame_is_counted_by_kind_and_costs_nothing_else(
+    site: Site, kind: Malformed, parts: list[bytes]
+) -> None:
+    endpoint, owner, counts, _ = site.door()
+    raw = site.raw(endpoint)
+    raw.send_multipart(parts)
+    raw.send(encode([NEWS]))
+    assert collect(owner, 1) == [(("door", b"raw"), NEWS)]
+    assert counts.malformed() == {kind: 1}
+    assert counts.of[Counter.FRAMES_IN] == 2
+    post(owner, ("door", b"raw"), NEWS)
+    assert raw.recv() == encode([NEWS])
+
+
+def test_a_door_of_our_own_tree_lets_local_messages_in(site: Site) -> None:
+    endpoint, owner, counts, _ = site.door(from_peer=False, family="ipc")
+    site.raw(endpoint).send(encode([PeerGone("x")]))
+    assert collect(owner, 1) == [(("door", b"raw"), PeerGone("x"))]
+    assert counts.malformed() == {}
+
+
+def test_a_link_to_a_peer_takes_no_local_messages(site: Site) -> None:
+    endpoint, server = site.listen()
+    router = site.socket(zmq.ROUTER)
+    router.set(zmq.USE_FD, os.dup(server.fileno()))
+    router.bind(endpoint)
+    ours, counts = site.mailbox("ours")
+    ours.link("to", endpoint, from_peer=True)
+    post(ours, "to", NEWS)
+    identity, _ = router.recv_multipart()
+    router.send_multipart([identity, encode([PeerGone("x")])])
+    router.send_multipart([identity, b""])
+    router.send_multipart([identity, encode([NEWS])])
+    assert collect(ours, 1) == [("to", NEWS)]
+    assert counts.malformed() == {Malformed.NOT_FOR_PEERS: 1, Malformed.EMPTY: 1}
+
+
+def test_a_frame_beyond_twice_the_limit_costs_its_sender_the_connection_and_no_one_else(
+    site: Site,
+) -> None:
+    endpoint, owner, _, _ = site.door()
+    raw, other = site.raw(endpoint), site.raw(endpoint, b"other")
+    raw.send(bytes(2 * FRAME_BYTES_MAX + 1))
+    other.send(encode([NEWS]))
+    assert collect(owner, 1) == [(("door", b"other"), NEWS)]
+
+    def reconnected() -> bool:
+        raw.send(encode([NEWS]))
+        return (("door", b"raw"), NEWS) in owner.receive(20)
+
+    wait_until(reconnected, WAIT_S, "the sender to be back")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\0" * 64, b"\xff" * 100, b""],
+    ids=["http", "zeros", "ones", "nothing"],
+)
+def test_a_connection_that_does_not_speak_zmq_is_of_no_matter(site: Site, data: bytes) -> None:
+    endpoint, owner, counts, server = site.door()
+    with socket.create_connection(server.getsockname()) as stranger:
+        stranger.sendall(data)
+        site.raw(endpoint).send(encode([NEWS]))
+        assert collect(owner, 1) == [(("door", b"raw"), NEWS)]
+    assert counts.malformed() == {}
+
+
+# --- doors and links come and go ---
+
+
+def test_nobody_is_refused_while_the_owner_of_a_door_restarts(site: Site) -> None:
+    endpoint, owner, _, server = site.door()
+    peer, sent = site.mailbox("peer")
+    peer.link("to", endpoint)
+    post(peer, "to", NEWS)
+    collect(owner, 1)
+    owner.close()
+    site.mailboxes.remove(owner)
+
+    post(peer, "to", Resync("p", 1))  # may be lost with the old connection; nothing blocks
+    with socket.create_connection(server.getsockname()):
+        pass  # the descriptor listens still
+    newcomer, _ = site.mailbox("newcomer")
+    newcomer.link("to", endpoint)
+    post(newcomer, "to", NewsTaken(7, 7))
+
+    heir, counts = site.mailbox("owner")
+    heir.open_door("door", endpoint, os.dup(server.fileno()), from_peer=True)
+    found: set[Envelope] = set()
+
+    def heard() -> bool:
+        post(peer, "to", NEWS)
+        found.update(heir.receive(20))
+        return {(("door", b"peer"), NEWS), (("door", b"newcomer"), NewsTaken(7, 7))} <= found
+
+    wait_until(heard, WAIT_S, "both links at the new owner")
+    assert sent.of[Counter.SENDS_REFUSED] == 0
+    post(heir, ("door", b"peer"), NEWS)
+    assert ("to", NEWS) in collect(peer, 1)
+    assert counts.malformed() == {}
+
+
+def test_a_peer_that_comes_back_under_its_name_gets_the_answers(site: Site) -> None:
+    endpoint, owner, _, _ = site.door()
+    for life in range(3):
+        peer, _ = site.mailbox("peer")
+        peer.link("to", endpoint)
+        post(peer, "to", NewsTaken(life, 1))
+        collect(owner, 1)
+        post(owner, ("door", b"peer"), NewsTaken(life, 2))
+        assert collect(peer, 1) == [("to", NewsTaken(life, 2))]
+        # Not closed: the old connection may be half open when its successor comes.
+
+
+def test_the_same_link_again_is_no_news_and_another_endpoint_replaces_it(site: Site) -> None:
+    endpoint, owner, counts, _ = site.door()
+    elsewhere, other, _, _ = site.door()
+    sender, _ = site.mailbox("sender")
+    sender.link("to", endpoint)
+    sender.post("to", NEWS)
+    sender.link("to", endpoint)
+    sender.flush()
+    collect(owner, 1)
+    sender.post("to", NEWS)
+    sender.link("to", elsewhere)  # what waited for the old one is dropped with it
+    post(sender, "to", NewsTaken(8, 8))
+    assert collect(other, 1) == [(("door", b"sender"), NewsTaken(8, 8))]
+    assert owner.receive(0) == []
+    assert counts.of[Counter.FRAMES_IN] == 1
+
+
+def test_an_unlinked_peer_hears_nothing_more(site: Site) -> None:
+    endpoint, owner, counts, _ = site.door()
+    sender, sent = site.mailbox("sender")
+    sender.link("to", endpoint)
+    post(sender, "to", NEWS)
+    collect(owner, 1)
+    sender.post("to", NEWS)
+    sender.unlink("to")
+    sender.unlink("to")
+    sender.flush()
+    post(sender, "to", NEWS)
+    assert sent.of[Counter.SENDS_REFUSED] == 1
+    sender.link("to", endpoint)
+    post(sender, "to", NewsTaken(8, 8))
+    assert collect(owner, 1) == [(("door", b"sender"), NewsTaken(8, 8))]
+    assert counts.of[Counter.FRAMES_IN] == 2
+
+
+@pytest.mark.parametrize("endpoint", ["tcp://", "tcp://nonsense", "tcp://a b:1", "x://y", ""])
+def test_a_link_to_nonsense_is_refused_and_nothing_of_it_stays(site: Site, endpoint: str) -> None:
+    """Peers name endpoints."""
+    good, owner, _, _ = site.door()
+    sender, sent = site.mailbox("sender")
+    for _ in range(1100):  # more sockets than a context has
+        with pytest.raises(ProtocolError, match="VALUE"):
+            sender.link("to", endpoint)
+    post(sender, "to", NEWS)
+    assert sent.of[Counter.SENDS_REFUSED] == 1
+    sender.link("to", good)
+    post(sender, "to", NEWS)
+    collect(owner, 1)
+
+
+def test_a_watched_descriptor_wakes_the_mailbox(site: Site) -> None:
+    mailbox, _ = site.mailbox("me")
+    wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    try:
+        mailbox.watch(wake_fd)
+        assert mailbox.receive(0) == []
+        os.eventfd_write(wake_fd, 1)
+        assert mailbox.receive(60_000) == []  # would run into the test's own timeout
+        assert os.eventfd_read(wake_fd) == 1
+    finally:
+        os.close(wake_fd)

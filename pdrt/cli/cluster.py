@@ -105,6 +105,11 @@ class Cluster:
         return str(self.members["router"].facts["http"])
 
     @property
+    def model(self) -> str:
+        """Name of the served model; smg routes by it."""
+        return str(httpx.get(f"{self.decode.url}/v1/models").json()["data"][0]["id"])
+
+    @property
     def bootstrap_port(self) -> int:
         return int(str(self.prefill.facts["control"]).rpartition(":")[2])
 
@@ -162,7 +167,7 @@ class Cluster:
         router = self.members["router"] = self._spawn("router", command)
         router.facts = {"http": f"http://127.0.0.1:{port}"}
         # Its own health does not say that both workers are registered; an answer does.
-        self._wait(router, deadline, lambda: completes(self.url))
+        self._wait(router, deadline, lambda: completes(self.url, self.model))
 
     def _wait(self, member: Member, deadline: float, ready: Callable[[], bool]) -> None:
         while not ready():
@@ -187,9 +192,9 @@ def answers(url: str) -> bool:
         return False
 
 
-def completes(url: str) -> bool:
+def completes(url: str, model: str) -> bool:
     """Does a one-token completion go through?"""
-    body = {"model": "default", "prompt": "a", "max_tokens": 1, "temperature": 0}
+    body = {"model": model, "prompt": "a", "max_tokens": 1, "temperature": 0}
     try:
         response = httpx.post(f"{url}/v1/completions", json=body, timeout=20.0)
         return response.status_code == 200

@@ -65,7 +65,7 @@ def main(
 
 def ask(cluster: Cluster) -> dict[str, str]:
     """One chat completion and one streamed completion, through the router."""
-    common = {"model": "default", "max_tokens": TOKENS_MAX, "temperature": 0}
+    common = {"model": cluster.model, "max_tokens": TOKENS_MAX, "temperature": 0}
     chat = httpx.post(
         f"{cluster.url}/v1/chat/completions", json={**common, "messages": CHAT}, timeout=120
     )
@@ -130,7 +130,7 @@ def compare(console: Console, folder: Path, served: dict[str, str]) -> bool:
 
 
 def wait_until_interrupted(console: Console, cluster: Cluster) -> None:
-    body = {"model": "default", "messages": CHAT, "max_tokens": TOKENS_MAX}
+    body = {"model": cluster.model, "messages": CHAT, "max_tokens": TOKENS_MAX}
     console.print("\nserving until Ctrl-C; try")
     console.print(
         f"  curl {cluster.url}/v1/chat/completions -H 'content-type: application/json' "

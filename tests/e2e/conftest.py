@@ -40,7 +40,15 @@ def start_cluster(
     ) -> Cluster:
         cluster = Cluster(
             tmp_path_factory.mktemp("cluster"),
-            both=["--model-path", str(model or tiny_folder), "--threads", "1", *flags],
+            both=[
+                "--model-path",
+                str(model or tiny_folder),
+                "--served-model-name",
+                "tiny",
+                "--threads",
+                "1",
+                *flags,
+            ],
             prefill=prefill,
             decode=decode,
             router=router,

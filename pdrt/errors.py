@@ -18,7 +18,8 @@ PdrtError
   CallerError              fix the request or the call
     RoomInUse PromptTooLong BadRequest IllegalMove Closed
   DeploymentError          fix the deployment; start-up stops here
-    BadConfig BadModel PortInUse NoMemory LayoutMismatch AttachFailed
+    BadConfig BadModel PortInUse NoMemory LayoutMismatch AttachFailed StartFailed
+  Escalated                children die faster than restarting helps; whoever runs us must decide
   ProtocolError            a frame that is not ours; counted by kind and dropped
 """
 
@@ -29,6 +30,7 @@ class PdrtError(Exception):
     """Base of every error pdrt raises.  `code` is stable and goes to clients."""
 
     code = "internal_error"
+    exit_code = 1  # of a process that ends with it
 
 
 class TransferError(PdrtError):
@@ -146,6 +148,7 @@ class DeploymentError(PdrtError):
     """Start-up cannot go on until the deployment is changed."""
 
     code = "deployment_error"
+    exit_code = 2
 
 
 class BadConfig(DeploymentError):
@@ -170,6 +173,30 @@ class LayoutMismatch(DeploymentError):
 
 class AttachFailed(DeploymentError):
     code = "attach_failed"
+
+
+class StartFailed(DeploymentError):
+    """A child was not ready in time, or died first.  Everything started before it is stopped."""
+
+    code = "start_failed"
+    exit_code = 69  # EX_UNAVAILABLE of sysexits.h
+
+    def __init__(self, name: str, cause: str) -> None:
+        super().__init__(f"{name} did not start: {cause}")
+        self.name = name
+        self.cause = cause
+
+
+class Escalated(PdrtError):
+    """Children die faster than restarting them may help; whoever runs us must decide."""
+
+    code = "escalated"
+    exit_code = 70  # EX_SOFTWARE
+
+    def __init__(self, name: str, cause: str, *, deaths_max: int, period_s: float) -> None:
+        super().__init__(f"more than {deaths_max} deaths in {period_s:g} s; last {name}: {cause}")
+        self.name = name
+        self.cause = cause
 
 
 class ProtocolError(PdrtError):

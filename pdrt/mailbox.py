@@ -12,10 +12,11 @@ is sent again by its sender until it is acknowledged (protocol/messages.py says 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
 import zmq
 
+from pdrt.clock import MILLISECOND_NS
 from pdrt.errors import ProtocolError
 from pdrt.protocol import codec
 from pdrt.protocol.codec import Malformed
@@ -33,12 +34,13 @@ QUEUE_MAX = 1024  # frames waiting to one addressee
 FRAMES_A_TURN = 64
 MESSAGES_A_TURN = 4096
 HANDSHAKE_MS = 2000
+LAZY_NS = 20 * MILLISECOND_NS  # far below the first repeat of what waits for an acknowledgement
 
 
 class Postman(Protocol):
     """What an actor sees of its mailbox; the tests' fake is another one."""
 
-    def post(self, to: Address, message: AnyMessage) -> None: ...
+    def post(self, to: Address, message: AnyMessage, *, lazy: bool = False) -> None: ...
 
     def link(self, name: str, endpoint: str, *, from_peer: bool = False) -> None: ...
 
@@ -60,6 +62,8 @@ class Mailbox:
         #: Of each socket: its name, whether it is a door, whether peers are at its other end.
         self._names: dict[zmq.Socket[bytes], tuple[str, bool, bool]] = {}
         self._outgoing: dict[Address, list[AnyMessage]] = {}
+        self._urgent: set[Address] = set()  # addressees of something that is not lazy
+        self._lazy_ns = 0  # when lazy messages were sent last
 
     def open_door(self, name: str, endpoint: str, fd: int, *, from_peer: bool) -> None:
         """Serve a listening descriptor.  `from_peer`: only peer messages are let in."""
@@ -104,18 +108,32 @@ class Mailbox:
         """Let `receive` also wake when this descriptor is readable; its owner reads it."""
         self._poller.register(fd, zmq.POLLIN)
 
-    def post(self, to: Address, message: AnyMessage) -> None:
+    def post(self, to: Address, message: AnyMessage, *, lazy: bool = False) -> None:
+        """Queue for the next `flush`.  `lazy`: it may wait for company, but not for long; an
+        acknowledgement alone is not worth waking a process for."""
+        if not lazy:
+            self._urgent.add(to)
         waiting = self._outgoing.get(to)
         if waiting is None:
             self._outgoing[to] = [message]
         else:
             waiting.append(message)
 
-    def flush(self) -> None:
-        """Send what was posted, one frame an addressee.  Never blocks."""
+    def flush(self, now_ns: int = 0) -> None:
+        """Send what was posted, one frame an addressee.  Never blocks.  Lazy messages stay behind
+        until there is something urgent for the same addressee or LAZY_NS have passed; without
+        `now_ns` they stay."""
         if not self._outgoing:
             return
-        outgoing, self._outgoing = self._outgoing, {}
+        outgoing = self._outgoing
+        if now_ns - self._lazy_ns >= LAZY_NS:
+            self._lazy_ns = now_ns
+            self._outgoing = {}
+        elif self._urgent:
+            outgoing = {to: self._outgoing.pop(to) for to in self._urgent if to in self._outgoing}
+        else:
+            return
+        self._urgent.clear()
         for to, messages in outgoing.items():
             for first in range(0, len(messages), codec.MESSAGES_MAX):
                 self._send(to, messages[first : first + codec.MESSAGES_MAX])
@@ -162,10 +180,10 @@ class Mailbox:
         for _ in range(FRAMES_A_TURN):
             if len(envelopes) >= enough:
                 return
-            try:
-                parts = socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            # Asking first is cheaper than an exception at the end of every turn.
+            if not cast("int", socket.get(zmq.EVENTS)) & zmq.POLLIN:
                 return
+            parts = socket.recv_multipart(zmq.NOBLOCK)
             self._count(Counter.FRAMES_IN, 1, 0)
             if len(parts) != (2 if is_door else 1):
                 self._count(Counter.MALFORMED, 1, Malformed.PARTS)

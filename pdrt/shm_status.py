@@ -52,6 +52,7 @@ from pdrt.protocol.counters import COUNTERS_MAX, Counter, bucket_of
 from pdrt.protocol.states import (
     MOVES,
     ON_EXPIRY,
+    TERMINAL,
     Event,
     KVPoll,
     Reason,
@@ -76,6 +77,7 @@ O_IDENTITY, O_READY, O_PULSE, O_BEAT_NS, O_NAME = 0, 8, 16, 24, 64
 STATE_MASK, QUIET_BIT = 0xF, 1 << 4
 REASON_SHIFT, OWNER_SHIFT, INCARNATION_SHIFT, GENERATION_SHIFT = 5, 13, 21, 32
 INCARNATION_MASK = 0x7FF
+OWNER_BITS = 0x7FFFF << OWNER_SHIFT  # owner and incarnation together
 CLAIMED = 0xF  # a state of the slot, not of a room: taken, not yet published
 TAG_SHIFT, TAG_MASK, VALUE_MASK = 40, 0xFFFFFF, (1 << 40) - 1
 
@@ -86,6 +88,7 @@ assert DETAIL + DETAIL_BYTES <= SLOT_BYTES
 assert ENTERED + 8 * len(KVPoll) == TRANSPORT
 
 _STATES = tuple(KVPoll)
+_REASONS = tuple(Reason(n) if n in set(Reason) else Reason.NONE for n in range(256))
 _ROLES = frozenset(Role)
 _EVERYTHING = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -132,7 +135,7 @@ def unpack(word: int) -> Word:
     return Word(
         _STATES[word & STATE_MASK],
         bool(word & QUIET_BIT),
-        Reason(word >> REASON_SHIFT & 0xFF),
+        _REASONS[word >> REASON_SHIFT & 0xFF],
         Owner(word >> OWNER_SHIFT & 0xFF, word >> INCARNATION_SHIFT & INCARNATION_MASK),
         word >> GENERATION_SHIFT,
     )
@@ -235,13 +238,7 @@ class StatusTable:
             self._view.cas_u64,
             self._view.store_u64,
         )
-        self._next = {
-            event: tuple(
-                MOVES[self.role][s, event][0] if (s, event) in MOVES[self.role] else None
-                for s in _STATES
-            )
-            for event in Event
-        }
+        self._steps = [self._steps_of(event) for event in Event]
         cells = np.frombuffer(self.map, dtype=np.uint64)
         self._rows = cells[self._slots // 8 :].reshape(self.rooms_max, SLOT_BYTES // 8)
         self.words: NDArray[np.uint64] = self._rows[:, 0]  # rooms_max words; to read many at once
@@ -254,6 +251,17 @@ class StatusTable:
         self._free: list[int] = []
         self._cursor = 0
         self._closed = False
+
+    def _steps_of(self, event: Event) -> list[tuple[int, int] | None]:
+        """By the low four bits of a word: what `event` makes of them, and the new deadline in
+        milliseconds from now (0: none).  None: it does not apply."""
+        steps: list[tuple[int, int] | None] = [None] * (STATE_MASK + 1)
+        for state in KVPoll:
+            if (state, event) in MOVES[self.role]:
+                after = MOVES[self.role][state, event][0]
+                quiet = QUIET_BIT if quiet_at(state, after) else 0
+                steps[state] = after | quiet, self.timeouts_ms[after]
+        return steps
 
     def close(self) -> None:
         if not self._closed:
@@ -343,59 +351,48 @@ class StatusTable:
         if not 0 <= slot < self.rooms_max:
             return False
         at = self._slots + slot * SLOT_BYTES
-        after_of = self._next[event]
+        steps = self._steps[event]
+        kept = OWNER_BITS if owner is None else 0
+        fixed = generation << GENERATION_SHIFT | reason << REASON_SHIFT
+        if owner is not None:
+            fixed |= owner.row << OWNER_SHIFT
+            fixed |= (owner.incarnation & INCARNATION_MASK) << INCARNATION_SHIFT
         word = self._load(at)
-        while True:
-            state = word & STATE_MASK
-            if word >> GENERATION_SHIFT != generation or state == CLAIMED:
+        while word >> GENERATION_SHIFT == generation:
+            step = steps[word & STATE_MASK]
+            if step is None:
                 return False
-            after = after_of[state]
-            if after is None:
-                return False
-            quiet = quiet_at(_STATES[state], after)
-            new = (
-                after
-                | (QUIET_BIT if quiet else 0)
-                | reason << REASON_SHIFT
-                | (word & (0x7FFFF << OWNER_SHIFT) if owner is None else 0)
-                | generation << GENERATION_SHIFT
-            )
-            if owner is not None:
-                new |= (
-                    owner.row << OWNER_SHIFT
-                    | (owner.incarnation & INCARNATION_MASK) << INCARNATION_SHIFT
-                )
-            timeout_ms = self.timeouts_ms[after]
+            low_bits, timeout_ms = step
+            new = low_bits | fixed | (word & kept)
             if timeout_ms:
-                self.renew(slot, generation, now_ns, timeout_ms)
+                self._tagged(at + DEADLINE, generation, now_ns // MILLISECOND_NS + timeout_ms)
             if new == word:
                 return True
             seen = self._cas(at, word, new)
             if seen == word:
-                self._entered(at, state, after, reason, quiet, now_ns)
+                self._entered(at, word & STATE_MASK, new & STATE_MASK, reason, now_ns)
                 return True
             word = seen
+        return False
 
-    def _entered(
-        self, at: int, state: int, after: KVPoll, reason: Reason, quiet: bool, now_ns: int
-    ) -> None:
+    def _entered(self, at: int, state: int, after: int, reason: Reason, now_ns: int) -> None:
         """Times and counters of a move this process has just made.  Statistics, never the truth."""
-        store, load = self._store, self._load
-        if after != state:
-            store(at + ENTERED + 8 * after, now_ns)
-        if after in (KVPoll.Failed, KVPoll.Success):
-            room_ns = max(0, now_ns - load(at + ENTERED + 8 * KVPoll.Bootstrapping))
-            self.count(
-                Counter.VERDICT_SUCCESS if after else Counter(Counter.VERDICT_FAILED),
-                1,
-                0 if after else reason,
-            )
-            self.count(Counter.ROOM_NS, room_ns)
-            self.count(Counter.ROOM_BUCKET, 1, bucket_of(room_ns))
-            began_ns = load(at + ENTERED + 8 * KVPoll.Transferring)
-            if after and began_ns:
-                self.count(Counter.TRANSFER_NS, max(0, now_ns - began_ns))
-                self.count(Counter.TRANSFER_BUCKET, 1, bucket_of(now_ns - began_ns))
+        if after == state:
+            return
+        self._store(at + ENTERED + 8 * after, now_ns)
+        if after not in TERMINAL:
+            return
+        load, count = self._load, self.count
+        room_ns = max(0, now_ns - load(at + ENTERED + 8 * KVPoll.Bootstrapping))
+        count(Counter.ROOM_NS, room_ns)
+        count(Counter.ROOM_BUCKET, 1, bucket_of(room_ns))
+        if after == KVPoll.Failed:
+            count(Counter.VERDICT_FAILED, 1, reason)
+            return
+        count(Counter.VERDICT_SUCCESS)
+        transfer_ns = max(0, now_ns - load(at + ENTERED + 8 * KVPoll.Transferring))
+        count(Counter.TRANSFER_NS, transfer_ns)
+        count(Counter.TRANSFER_BUCKET, 1, bucket_of(transfer_ns))
 
     def set_quiet(self, slot: int, generation: int) -> bool:
         """Record that no byte of this finished room can move any more.  True if this call did
@@ -438,7 +435,7 @@ class StatusTable:
         state = _STATES[word & STATE_MASK]
         quiet = quiet_at(state, KVPoll.Failed)
         reason = ON_EXPIRY[state]
-        keep = word & (0x7FFFF << OWNER_SHIFT)
+        keep = word & OWNER_BITS
         new = (
             KVPoll.Failed
             | (QUIET_BIT if quiet else 0)
@@ -448,7 +445,7 @@ class StatusTable:
         )
         at = self._slots + slot * SLOT_BYTES
         if self._cas(at, word, new) == word:
-            self._entered(at, state, KVPoll.Failed, reason, quiet, now_ns)
+            self._entered(at, state, KVPoll.Failed, reason, now_ns)
             self.count(Counter.DEADLINES)
 
     def poll_many(
@@ -506,7 +503,8 @@ class StatusTable:
 
     def renew(self, slot: int, generation: int, now_ns: int, timeout_ms: int) -> None:
         """Move the deadline to now + timeout.  Nothing happens to a newer room in the slot."""
-        self._tagged(slot, generation, DEADLINE, now_ns // MILLISECOND_NS + timeout_ms)
+        at = self._slots + slot * SLOT_BYTES
+        self._tagged(at + DEADLINE, generation, now_ns // MILLISECOND_NS + timeout_ms)
 
     def renew_state(self, slot: int, generation: int, now_ns: int) -> None:
         """Renew by the timeout of the state the room is in (progress, or the peer lives)."""
@@ -515,12 +513,12 @@ class StatusTable:
             self.renew(slot, generation, now_ns, self.timeouts_ms[word.state])
 
     def set_moved(self, slot: int, generation: int, length_bytes: int) -> None:
-        self._tagged(slot, generation, MOVED, length_bytes)
+        self._tagged(self._slots + slot * SLOT_BYTES + MOVED, generation, length_bytes)
 
     def set_taken(self, slot: int, generation: int, count: int) -> None:
         """Acknowledge to the engine: chunks accepted (prefill); 1 once the destination is
         delivered, then the chunks that landed (decode)."""
-        self._tagged(slot, generation, TAKEN, count)
+        self._tagged(self._slots + slot * SLOT_BYTES + TAKEN, generation, count)
 
     def taken(self, slot: int, generation: int) -> int:
         value = self._load(self._slots + slot * SLOT_BYTES + TAKEN)
@@ -530,8 +528,8 @@ class StatusTable:
         value = self._load(self._slots + slot * SLOT_BYTES + MOVED)
         return value & VALUE_MASK if value >> TAG_SHIFT == generation & TAG_MASK else 0
 
-    def _tagged(self, slot: int, generation: int, field: int, value: int) -> None:
-        at = self._slots + slot * SLOT_BYTES + field
+    def _tagged(self, at: int, generation: int, value: int) -> None:
+        """Set a field that carries the generation; nothing happens if it carries another."""
         tag = generation & TAG_MASK
         old = self._load(at)
         if old >> TAG_SHIFT == tag and generation & 1:

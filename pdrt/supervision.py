@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
 
-from pdrt.errors import BadConfig, DeploymentError, PdrtError
+from pdrt.errors import BadConfig
 
 BACKOFF_S, BACKOFF_MAX_S = 0.1, 2.0
 
@@ -129,27 +129,3 @@ def backoff_s(deaths_recent: int) -> float:
     if deaths_recent <= 1:
         return 0.0
     return min(BACKOFF_S * 2.0 ** min(deaths_recent - 2, 16), BACKOFF_MAX_S)
-
-
-class StartFailed(DeploymentError):
-    """A child was not ready in time, or died first.  Everything started before it is stopped."""
-
-    code = "start_failed"
-    exit_code = 69
-
-    def __init__(self, name: str, cause: str) -> None:
-        super().__init__(f"{name} did not start: {cause}")
-        self.name = name
-        self.cause = cause
-
-
-class Escalated(PdrtError):
-    """Children die faster than restarting them may help; whoever runs us must decide."""
-
-    code = "escalated"
-    exit_code = 70
-
-    def __init__(self, name: str, cause: str, *, deaths_max: int, period_s: float) -> None:
-        super().__init__(f"more than {deaths_max} deaths in {period_s:g} s; last {name}: {cause}")
-        self.name = name
-        self.cause = cause

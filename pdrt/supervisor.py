@@ -20,7 +20,7 @@ from typing import Self
 
 from pdrt.child import PR_SET_CHILD_SUBREAPER, ChildProcess, launch, prctl
 from pdrt.clock import SECOND_NS, Clock, monotonic_ns, to_ns
-from pdrt.errors import BadConfig, BadRequest, PdrtError
+from pdrt.errors import BadConfig, BadRequest, Escalated, PdrtError, StartFailed
 from pdrt.loop import Loop
 from pdrt.supervision import (
     DYING,
@@ -29,10 +29,8 @@ from pdrt.supervision import (
     Board,
     ChildSpec,
     ChildState,
-    Escalated,
     Phase,
     Restart,
-    StartFailed,
     backoff_s,
     deaths_within,
     restarts_allowed,

@@ -330,7 +330,7 @@ def test_a_link_to_a_peer_takes_no_local_messages(site: Site) -> None:
 def test_a_frame_beyond_twice_the_limit_costs_its_sender_the_connection_and_no_one_else(
     site: Site,
 ) -> None:
-    endpoint, owner, _, _ = site.door()
+    endpoint, owner, counts, _ = site.door()
     raw, other = site.raw(endpoint), site.raw(endpoint, b"other")
     raw.send(bytes(2 * FRAME_BYTES_MAX + 1))
     other.send(encode([NEWS]))
@@ -341,6 +341,7 @@ def test_a_frame_beyond_twice_the_limit_costs_its_sender_the_connection_and_no_o
         return (("door", b"raw"), NEWS) in owner.receive(20)
 
     wait_until(reconnected, WAIT_S, "the sender to be back")
+    assert counts.malformed() == {}  # nor did it cost us its memory
 
 
 @pytest.mark.parametrize(

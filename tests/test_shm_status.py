@@ -132,7 +132,7 @@ class Room:
 class AnyHistory(RuleBasedStateMachine):
     """Two processes open, move, end, clear and discard, with each other's handles and old ones."""
 
-    SLOTS = 3
+    SLOTS = 2
 
     @initialize(
         role=st.sampled_from(Role), generation=st.sampled_from([0, 0xFFFFFC, 0xFFFFFFFC, 2**31])
@@ -154,7 +154,9 @@ class AnyHistory(RuleBasedStateMachine):
         view = self.views[data.draw(st.integers(0, 1), "view")]
         generations = (view.words >> np.uint64(GENERATION_SHIFT)).tolist()
         free = [Handle(0, slot, g) for slot, g in enumerate(generations) if g % 2 == 0]
-        handles = [*self.rooms, *self.gone[-6:], *free] or [Handle(0, 0, 0)]
+        others = [*self.gone[-4:], *free] or [Handle(0, 0, 0)]
+        live = bool(self.rooms) and data.draw(st.integers(0, 2), "live") > 0
+        handles = list(self.rooms) if live else others
         handle = data.draw(st.sampled_from(handles), "handle")
         return view, handle, self.rooms.get(handle)
 
@@ -202,6 +204,21 @@ class AnyHistory(RuleBasedStateMachine):
         room.owner = room.owner if owner is None else owner
         if after in OPEN:
             room.deadline_ms = self.now_ms + TIMEOUTS_MS[after]
+
+    @rule(data=st.data(), length=st.integers(1, 3))
+    def go_forward(self, data: st.DataObject, length: int) -> None:
+        """The path that a room takes when all goes well."""
+        view, handle, room = self.draw(data)
+        for event in ROUTES[self.role][:length]:
+            after = None if room is None else step(self.role, room.state, event)
+            now_ns = ns(self.now_ms)
+            moved = view.move(handle.slot, handle.generation, event, now_ns=now_ns)
+            assert moved == (after is not None)
+            if room is None or after is None:
+                continue
+            room.state, room.quiet = after, after is KVPoll.Success
+            if after in OPEN:
+                room.deadline_ms = self.now_ms + TIMEOUTS_MS[after]
 
     @rule(data=st.data())
     def set_quiet(self, data: st.DataObject) -> None:
@@ -298,7 +315,7 @@ class AnyHistory(RuleBasedStateMachine):
                 raise AssertionError(f"{room.seen[0]} came back to life")
 
 
-AnyHistory.TestCase.settings = settings(deadline=None, max_examples=60, stateful_step_count=40)
+AnyHistory.TestCase.settings = settings(deadline=None, max_examples=100, stateful_step_count=50)
 TestAnyHistory = AnyHistory.TestCase
 
 
@@ -471,6 +488,64 @@ def test_two_processes_at_any_instruction_do_as_if_one_came_after_the_other(
                 assert fine, f"{second} before step {at} of {first}: {found}, not {expected}"
             else:
                 raise AssertionError(f"{first} takes more than {STEPS_MAX} steps")
+
+
+BESIDE: dict[str, Action] = {
+    "renew": lambda table, h: table.renew(h.slot, h.generation, LATE_NS, 7),
+    "renew by state": lambda table, h: table.renew_state(h.slot, h.generation, LATE_NS),
+    "set moved": lambda table, h: table.set_moved(h.slot, h.generation, 5),
+    "set taken": lambda table, h: table.set_taken(h.slot, h.generation, 5),
+    "move": mover(Event.CHUNK_POSTED, owner=US),
+    "abort": mover(Event.FAULT, Reason.ABORTED),
+}
+
+
+@pytest.mark.parametrize("write", BESIDE)
+def test_a_write_that_comes_late_by_any_instruction_changes_nothing_of_a_newer_room(
+    write: str,
+) -> None:
+    for at in range(STEPS_MAX):
+        with tables(2, rooms_max=1) as [ours, theirs]:
+            handle = theirs.open(1, 0, now_ns=NOW)
+            bring(theirs, handle, KVPoll.Transferring)
+            did: list[object] = []
+            spy = AtStep(ours, at, partial(perform, reopen, theirs, handle, did))
+            BESIDE[write](ours, handle)
+            spy.remove(ours)
+            if not did:
+                return
+            [row] = theirs.rows(np.array([0])).tolist()
+            tag = handle.generation + 2 << 40
+            assert unpack(row[0]) == Word(
+                KVPoll.Bootstrapping, False, Reason.NONE, NOBODY, handle.generation + 2
+            )
+            deadline = tag | START_MS + TIMEOUTS_MS[KVPoll.Bootstrapping]
+            assert row[1:5] == [1, deadline, tag, tag], f"before step {at}"
+    raise AssertionError(f"{write} takes more than {STEPS_MAX} steps")
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("state", sorted(OPEN))
+def test_a_room_that_fails_is_quiet_unless_its_bytes_may_move(role: Role, state: KVPoll) -> None:
+    with tables(1, role=role) as [table]:
+        handle = table.open(1, 0, now_ns=NOW)
+        at = handle.slot, handle.generation
+        bring(table, handle, state)
+        assert table.move(*at, Event.FAULT, now_ns=NOW, reason=Reason.PEER_LOST)
+        word = table.read(*at)
+        assert word is not None
+        assert word.quiet == (state is not KVPoll.Transferring)
+        assert table.clear(*at) == word.quiet
+
+
+def test_a_slot_that_is_claimed_is_no_room_yet(table: StatusTable) -> None:
+    at = table._claim()
+    for event in Event:
+        assert not table.move(*at, event, now_ns=NOW)
+    assert table.read(*at) is None
+    assert not table.set_quiet(*at)
+    assert not table.clear(*at)
+    assert int(table.words[at[0]]) & STATE_MASK == CLAIMED
 
 
 class Killed(BaseException):
@@ -718,19 +793,32 @@ def header(**other: int) -> bytes:
     return HEADER.pack(*(fields | other).values(), 1, 1, b"", *([0] * 5))
 
 
+OF_FOUR = HEADER_BYTES + 64 * (128 + 128 * 8) + 4 * 128  # bytes of a table of four rooms
 FOREIGN = {
     "empty": (b"", 0),
     "short": (b"x", 100),
-    "zeros": (b"", 1 << 20),
-    "another magic": (header(magic=MAGIC + 1), 1 << 20),
-    "another version": (header(version=2), 1 << 20),
-    "no role": (header(role=7), 1 << 20),
-    "fewer rows": (header(owners=32), 1 << 20),
-    "fewer counters": (header(counters=64), 1 << 20),
+    "zeros": (b"", OF_FOUR),
+    "another magic": (header(magic=MAGIC + 1), OF_FOUR),
+    "another version": (header(version=2), OF_FOUR),
+    "no role": (header(role=7), OF_FOUR),
+    "fewer rows": (header(owners=32), OF_FOUR),
+    "fewer counters": (header(counters=64), OF_FOUR),
     "cut off": (header(), HEADER_BYTES),
-    "a room too many": (header(slots=5), HEADER_BYTES + 64 * (128 + 1024) + 4 * 128),
+    "longer": (header(), OF_FOUR + 4096),
+    "a room too many": (header(slots=5), OF_FOUR),
     "absurd": (header(slots=0xFFFFFFFF), HEADER_BYTES),
 }
+
+
+def test_a_whole_header_is_taken_for_a_table() -> None:
+    """Without which the refusals below would prove nothing."""
+    fd = os.memfd_create("like ours", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, OF_FOUR)
+        os.pwrite(fd, header(), 0)
+        StatusTable(fd).close()
+    finally:
+        os.close(fd)
 
 
 @pytest.mark.parametrize("what", FOREIGN)

@@ -72,7 +72,7 @@ def run(
                 if may_log(now_ns):
                     log.exception("message dropped: %.200r", message)
         sleep_ms = actor.tick(now_ns)
-        mailbox.flush()
+        mailbox.flush(now_ns)
         if now_ns - beaten_ns >= BEAT_NS:
             table.beat(now_ns)
             beaten_ns = now_ns

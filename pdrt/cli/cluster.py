@@ -50,6 +50,10 @@ class Member:
     def supervisor_url(self) -> str:
         return str(self.facts["supervisor"])
 
+    @property
+    def ready_url(self) -> str:
+        return f"{self.supervisor_url}/ready"
+
     def tail(self, lines: int = 15) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
@@ -125,7 +129,9 @@ class Cluster:
         say("loading the model in both")
         for name in ("prefill", "decode"):
             member = self.members[name]
-            self._wait(member, deadline, partial(answers, f"{member.url}/health"))
+            # Without an engine of our own there is no HTTP port but the supervisor's.
+            probe = f"{member.url}/health" if "http" in member.facts else member.ready_url
+            self._wait(member, deadline, partial(answers, probe))
         if self._router_name is not None:
             say(f"starting {self._router_name}")
             self._launch_router(deadline)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
-from pdrt.errors import BadConfig, DeploymentError, PdrtError
+from pdrt.errors import DeploymentError, PdrtError
 
 if TYPE_CHECKING:
     from pdrt.config import Settings
@@ -224,9 +224,9 @@ def _main(role: str, port: int, summary: str) -> None:
     try:
         code = app()
     except PdrtError as error:
-        action = "" if isinstance(error, (BadConfig, DeploymentError)) else " (see the log above)"
+        action = "" if isinstance(error, DeploymentError) else " (see the log above)"
         sys.stderr.write(f"pdrt-{role}: {error.code}: {error}{action}\n")
-        code = 2 if isinstance(error, DeploymentError) else 1
+        code = error.exit_code
     sys.exit(code)
 
 

@@ -121,8 +121,7 @@ class KVManager:
         self._rooms[room] = sender
         for rank, handle in enumerate(handles):
             self._mailbox.post(LISTENER, Opened(room, rank, handle.slot, handle.generation))
-        self._mailbox.flush()
-        return sender
+        return sender  # Opened leaves with the first chunk or the next tick
 
     def receiver(self, room: int, peer: str) -> KVReceiver:
         """Decode's half of a room; `peer` is prefill's "host:bootstrap_port".  Raises RoomInUse,
@@ -162,6 +161,7 @@ class KVManager:
     def tick(self) -> None:
         """Once a loop iteration.  Cheap: does its work every 20 ms."""
         now_ns = self._clock()
+        self._mailbox.flush(now_ns)
         if now_ns - self._upkeep_ns < UPKEEP_NS:
             return
         self._upkeep_ns = now_ns
@@ -192,7 +192,7 @@ class KVManager:
             if sent:
                 self.table.count(Counter.RESENDS)
         self._mailbox.receive(0)  # nothing is addressed to us; keeps the pipes from filling
-        self._mailbox.flush()
+        self._mailbox.flush(now_ns)
 
     def _drain_wake(self) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -107,8 +107,12 @@ class KVRoom:
         if self._verdict is not None:
             return self._verdict
         now_ns = self._clock()
-        table = self._table
-        state = agree(table.poll(h.slot, h.generation, now_ns) for h in self._handles)
+        poll = self._table.poll
+        if len(self._handles) == 1:
+            _, slot, generation = self._handles[0]
+            state = poll(slot, generation, now_ns)
+        else:
+            state = agree(poll(h.slot, h.generation, now_ns) for h in self._handles)
         if state in TERMINAL:
             self._conclude(state, now_ns)
         return state

@@ -39,12 +39,12 @@ class Role(IntEnum):
     DECODE = 2
 
 
-class Event(Enum):
-    PEER_KNOWN = auto()  # prefill: a destination arrived; decode: the peer agreed to exchange KV
-    CHUNK_POSTED = auto()  # prefill: a write is about to be posted
-    DESTINATION_SENT = auto()  # decode: the pages are about to be told to the peer
-    LANDED = auto()  # every byte is in place, the aux row included
-    FAULT = auto()  # anything that ends the room; open to every observer
+class Event(IntEnum):
+    PEER_KNOWN = 0  # prefill: a destination arrived; decode: the peer agreed to exchange KV
+    CHUNK_POSTED = 1  # prefill: a write is about to be posted
+    DESTINATION_SENT = 2  # decode: the pages are about to be told to the peer
+    LANDED = 3  # every byte is in place, the aux row included
+    FAULT = 4  # anything that ends the room; open to every observer
 
 
 class Writer(Enum):

@@ -150,7 +150,7 @@ class Box:
         self._outgoing: dict[Address, list[AnyMessage]] = {}
         post.boxes[self.identity] = self
 
-    def post(self, to: Address, message: AnyMessage) -> None:
+    def post(self, to: Address, message: AnyMessage, *, lazy: bool = False) -> None:
         self._outgoing.setdefault(to, []).append(message)
 
     def link(self, name: str, endpoint: str, *, from_peer: bool = False) -> None:

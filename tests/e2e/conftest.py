@@ -11,7 +11,7 @@ from pdrt.cli.cluster import Cluster
 from tests.serving.tiny_model import make_tiny_model
 
 #: Short, so that a test of a deadline takes seconds.
-QUICK = ("--bootstrap-timeout", "8", "--waiting-timeout", "8", "--transfer-stall-timeout", "5")
+QUICK = ("--bootstrap-timeout", "5", "--waiting-timeout", "5", "--transfer-stall-timeout", "5")
 LOOPBACK = {"UCX_NET_DEVICES": "lo", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 StartCluster = Callable[..., Cluster]
@@ -47,6 +47,7 @@ def start_cluster(
                 "tiny",
                 "--threads",
                 "1",
+                "--kv-checksum",
                 *flags,
             ],
             prefill=prefill,

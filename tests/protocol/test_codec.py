@@ -95,6 +95,8 @@ def test_a_peer_is_let_in_only_with_peer_messages(messages: list[AnyMessage]) ->
 @example(MAGIC + b"\x91" + b"\x81\xa1a" * 100_000)
 @example(MAGIC + b"\xc1")  # the one byte that msgpack does not use
 @example(MAGIC + b"\x91\x91\xd3" + struct.pack(">q", -(2**63)))
+@example(MAGIC + b"\x91\x99\x0d\x01\x00\x00\x01\xa1d\x01\xc2" + b"\x91" * 100_000)  # appended
+@example(MAGIC + b"\x91\x94\x21\x01\x01\x81\xa2\xff\xfe\xc4\x00")
 @example(MAGIC + b"\x90trailing")
 def test_any_bytes_are_messages_or_a_protocol_error(data: bytes) -> None:
     check_any(data)

@@ -13,6 +13,7 @@ from pdrt.serving.generator import AsyncGenerator, DeltaStream
 from pdrt.serving.scheduler import EngineLoop
 from pdrt.serving.types import FinishReason
 from tests.serving.engines import Answer, Single, ask
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -30,10 +31,11 @@ async def collect(stream: DeltaStream) -> Answer:
 
 
 async def until_empty(engine: EngineLoop) -> None:
-    async with asyncio.timeout(20):
-        # The engine has no event for this; it is what /server_info shows.
-        while engine.stats()["running"] or engine.stats()["waiting"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    def empty() -> bool:  # the engine has no event for this; it is what /server_info shows
+        stats = engine.stats()
+        return not (stats["running"] or stats["waiting"] or stats["pages_used"])
+
+    await asyncio.to_thread(wait_until, empty, 20, "the engine to be empty")
 
 
 def test_deltas_arrive_and_end(engine: EngineLoop) -> None:

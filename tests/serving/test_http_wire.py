@@ -177,8 +177,12 @@ def test_an_ipv6_host_can_be_served():
 def test_a_silent_stream_says_that_it_is_still_there():
     sent: list[Message] = []
 
+    commented = asyncio.Event()
+
     async def send(message: Message) -> None:
         sent.append(message)
+        if message.get("body") == b": still here\n\n":
+            commented.set()
 
     async def stream() -> None:
         events = EventStream(send)
@@ -186,8 +190,6 @@ def test_a_silent_stream_says_that_it_is_still_there():
             await asyncio.sleep(0)
             assert not sent, "before the first event the status is still open"
             await events.send([{"n": 1}])
-            async with asyncio.timeout(DEADLINE_S):
-                while not any(m.get("body") == b": still here\n\n" for m in sent):
-                    await asyncio.sleep(0)
+            await asyncio.wait_for(commented.wait(), DEADLINE_S)
 
     asyncio.run(stream())

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from pdrt.errors import BadConfig, BadRequest, CallerError
-from pdrt.supervisor import Escalated, Phase, Restart, StartFailed, Supervisor
+from pdrt.errors import BadConfig, BadRequest, CallerError, Escalated, StartFailed
+from pdrt.supervisor import Phase, Restart, Supervisor
 from tests.supervisor import kids
 from tests.supervisor.kids import (
     DEADLINE_S,

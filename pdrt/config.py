@@ -36,6 +36,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     resend_s: float = 0.2  # first repeat of an unacknowledged message
     ready_s: float = 60.0  # a child must announce itself
     engine_ready_s: float = 300.0
+    drain_s: float = 30.0  # after SIGTERM an engine finishes what it has, within this
     shutdown_s: float = 5.0  # SIGTERM, then SIGKILL
     hang_s: float = 5.0  # an actor whose pulse stands still is killed
     engine_hang_s: float = 60.0

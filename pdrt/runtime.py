@@ -236,7 +236,7 @@ class Runtime:
                     args=(self.attach_address, *engine.args),
                     row=ENGINE_ROW,
                     ready_s=timeouts.engine_ready_s,
-                    shutdown_s=timeouts.shutdown_s,
+                    shutdown_s=timeouts.drain_s + timeouts.shutdown_s,
                     hang_s=timeouts.engine_hang_s,
                 )
             )

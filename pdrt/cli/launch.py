@@ -120,6 +120,9 @@ class Flags:
     quiet_timeout: Annotated[
         float, flag(TIMEOUTS, "A failed room's memory is fenced by force after this.")
     ] = 10.0
+    drain_timeout: Annotated[
+        float, flag(TIMEOUTS, "After SIGTERM what was started may go on this long.")
+    ] = 30.0
     peer_timeout: Annotated[float, flag(TIMEOUTS, "Silence after which a peer counts as lost.")] = (
         3.0
     )
@@ -140,6 +143,7 @@ TIMEOUT_FIELDS = {
     "waiting_timeout": "waiting_s",
     "transfer_stall_timeout": "stall_s",
     "quiet_timeout": "quiet_s",
+    "drain_timeout": "drain_s",
     "peer_timeout": "peer_s",
 }
 NOT_SETTINGS = {"ib_device", "enable_metrics", "config", *TIMEOUT_FIELDS}

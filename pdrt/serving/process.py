@@ -11,12 +11,13 @@ import socket
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
 
 from pdrt.child import Descriptor
-from pdrt.clock import SECOND_NS, monotonic_ns
+from pdrt.clock import SECOND_NS, monotonic_ns, to_ns
 from pdrt.config import Settings
 from pdrt.engine.manager import KVManager
 from pdrt.metrics import StatsCollector, TableCollector, exposition
@@ -28,6 +29,7 @@ from pdrt.serving.model_config import read_model_config
 from pdrt.serving.scheduler import EngineLimits, EngineLoop
 from pdrt.serving.tokens import Tokens
 
+DRAIN_POLL_S = 0.02
 BEAT_MAX_NS = 2 * SECOND_NS  # an actor silent for longer makes /health say so
 
 log = logging.getLogger("pdrt.engine")
@@ -113,19 +115,48 @@ async def _serve(
         generator,
         tokens,
         info,
-        lambda: _health(manager),
+        lambda: _health(manager, loop),
         exposition(*collectors),
         rooms=loop.finished_rooms,
     )
-    graceful_s = max(1, int(settings.timeouts.shutdown_s) - 2)
-    server = uvicorn.Server(uvicorn_config(app, graceful_shutdown_s=graceful_s))
+    server = DrainingServer(
+        uvicorn_config(app, graceful_shutdown_s=1), loop, settings.timeouts.drain_s
+    )
     listening = socket.socket(fileno=facts.http.fd)
     log.info("serving model=%s on %s:%d", facts.served_model_name, *listening.getsockname()[:2])
     await server.serve(sockets=[listening])
 
 
-def _health(manager: KVManager) -> tuple[bool, dict[str, Any]]:
-    """Cheap: are the actors this engine depends on alive and turning?"""
+class DrainingServer(uvicorn.Server):
+    """The first SIGTERM finishes what was started, within a limit; the second ends it."""
+
+    def __init__(self, config: uvicorn.Config, engine: EngineLoop, drain_s: float) -> None:
+        super().__init__(config)
+        self._engine = engine
+        self._drain_s = drain_s
+        self._task: asyncio.Task[None] | None = None
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._engine.draining:
+            super().handle_exit(sig, frame)
+            return
+        self._engine.drain()
+        asyncio.get_running_loop().call_soon_threadsafe(self._begin)
+
+    def _begin(self) -> None:
+        self._task = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        log.info("draining for at most %.1f s", self._drain_s)
+        deadline_ns = monotonic_ns() + to_ns(self._drain_s)
+        # The engine is another thread's and has no event for it: looked at for seconds in a life.
+        while not self._engine.idle and monotonic_ns() < deadline_ns:  # noqa: ASYNC110
+            await asyncio.sleep(DRAIN_POLL_S)
+        self.should_exit = True
+
+
+def _health(manager: KVManager, loop: EngineLoop) -> tuple[bool, dict[str, Any]]:
+    """Cheap: are the actors this engine depends on alive and turning, and is it not draining?"""
     table, now_ns = manager.table, monotonic_ns()
     reasons = [
         f"{name} is not running"
@@ -134,5 +165,7 @@ def _health(manager: KVManager) -> tuple[bool, dict[str, Any]]:
         for name, row in manager.actor_rows.items()
         if not table.incarnation(row) or now_ns - table.beat_ns(row) > BEAT_MAX_NS
     ]
+    if loop.draining:
+        reasons.append("draining")
     role = "prefill" if manager.role is Role.PREFILL else "decode"
     return not reasons, {"role": role, "reasons": reasons}

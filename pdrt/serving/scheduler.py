@@ -115,6 +115,7 @@ class EngineLoop:
         if manager is not None:
             self._poller.register(manager.wake_fd, select.POLLIN)
         self._attended_ns = 0
+        self._draining = False
         self._closing_ns: int | None = None  # when a closing loop stops waiting for rooms
         self._thread: threading.Thread | None = None
         self.output_tokens_count = 0
@@ -128,8 +129,8 @@ class EngineLoop:
         Returns the handle for `abort`.  Raises Refused or CallerError, and has taken nothing.
         """
         side, output_tokens_max = self._judge(request)
-        if self._closing_ns is not None:
-            raise Draining("this engine is shutting down")
+        if self._draining or self._closing_ns is not None:
+            raise Draining("this engine finishes what it has and takes nothing new")
         if len(self._active) + len(self._arrivals) >= self._limits.queue_max:
             raise QueueFull(f"{self._limits.queue_max} requests are in the engine already")
         active = ActiveRequest(
@@ -176,6 +177,19 @@ class EngineLoop:
         a new one, and rooms of this one fail with a typed reason."""
         self._thread = threading.Thread(target=self._run_or_exit, name="engine", daemon=True)
         self._thread.start()
+
+    def drain(self) -> None:
+        """Take nothing new from here on; what is here goes on."""
+        self._draining = True
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @property
+    def idle(self) -> bool:
+        """Nothing runs, waits, or is held for a room that is not quiet."""
+        return not (self._active or self._arrivals or self._holdings)
 
     def close(self, *, wait_s: float = 2.0) -> None:
         """Abort everything, wait until all rooms are quiet or `wait_s` is over, end the thread."""
@@ -318,8 +332,7 @@ class EngineLoop:
     def _closed(self) -> bool:
         if self._closing_ns is None:
             return False
-        busy = self._active or self._arrivals or self._holdings
-        return not busy or self._clock() >= self._closing_ns
+        return self.idle or self._clock() >= self._closing_ns
 
     def _run_or_exit(self) -> None:
         try:

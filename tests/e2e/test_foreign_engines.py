@@ -1,4 +1,5 @@
-"""Engines that are not ours attach to a runtime that runs alone (--engine none) and move KV by it."""
+"""Engines that are not ours attach to a runtime that runs alone (--engine none) and move KV by
+it."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ every child as it is.  The command line (`cli/launch.py`) fills it from flags an
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -106,6 +107,31 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def torch_threads(self) -> int:
         return self.threads or max(1, (os.cpu_count() or 2) // 2)
+
+
+def authority(host: str, port: int) -> str:
+    """host:port as URLs and ZMQ write it; IPv6 addresses stand in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Is it a name or address that only this machine reaches?"""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def ucx_environment(settings: Settings) -> dict[str, str]:
+    """What UCX is told where the operator said nothing.  It binds by itself, and to every interface
+    unless it is told better: a role that listens on loopback must not be reachable through UCX."""
+    loopback = {"UCX_NET_DEVICES": "lo"} if is_loopback(settings.host) else {}
+    return {**UCX_DEFAULTS, **loopback}
+
+
+def environment_value(name: str) -> str:
+    """A variable, "" if it is not set."""
+    return os.environ.get(name, "")
 
 
 def default_environment(values: Mapping[str, str]) -> None:

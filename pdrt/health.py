@@ -50,6 +50,7 @@ class Health:
         *,
         children: Callable[[], Sequence[ChildState]],
         clock: Clock,
+        stopping: Callable[[], bool],
         rows: dict[str, int],
         silent_ns: int,
     ) -> None:
@@ -57,10 +58,10 @@ class Health:
         self._table = table
         self._children = children
         self._clock = clock
+        self._stopping = stopping
         self._rows = rows
         self._silent_ns = silent_ns
         self.turned_ns = clock()  # the supervisor's loop sets it; it is what "live" means
-        self.draining = False
 
     def live(self) -> list[str]:
         """Reasons why this tree should be restarted; empty if it is alive."""
@@ -78,8 +79,8 @@ class Health:
     def ready(self) -> list[str]:
         """Reasons why no new request should come here; empty if it is ready."""
         reasons = self.live()
-        if self.draining:
-            reasons.append("draining")
+        if self._stopping():
+            reasons.append("draining: asked to stop, finishing what was started")
         now_ns = self._clock()
         for child in self._children():
             row = self._rows.get(child.name)

@@ -11,6 +11,7 @@ is sent again by its sender until it is acknowledged (protocol/messages.py says 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -71,6 +72,8 @@ class Mailbox:
         socket.set(zmq.ROUTER_MANDATORY, 1)
         socket.set(zmq.ROUTER_HANDOVER, 1)
         socket.set(zmq.USE_FD, fd)
+        if not from_peer:  # a Unix socket: nobody else of this machine has business here
+            socket.set(zmq.IPC_FILTER_UID, os.getuid())
         socket.bind(endpoint)
         self._doors[name] = socket
         self._names[socket] = (name, True, from_peer)

@@ -39,7 +39,7 @@ from pdrt.actors.janitor import Janitor
 from pdrt.attach import AttachReply, AttachRequest, AttachService
 from pdrt.child import Descriptor
 from pdrt.clock import monotonic_ns, to_ns
-from pdrt.config import Settings, Timeouts
+from pdrt.config import Settings, Timeouts, authority
 from pdrt.errors import AttachFailed, BadConfig, PortInUse
 from pdrt.health import Health, HealthServer, build_app
 from pdrt.metrics import TableCollector, exposition
@@ -176,7 +176,7 @@ class Runtime:
             table=Descriptor(self._table_fd),
             regions=tuple(Descriptor(fd) for fd in self._region_fds),
             wakes=tuple(Descriptor(fd) for fd in self._wake_fds),
-            control=f"{advertised}:{self.control_port}",
+            control=authority(advertised, self.control_port),
             control_door=Descriptor(self._control.fileno()),
             local_door=Descriptor(fds[0] if fds else -1),
             worker_doors=tuple(Descriptor(fd) for fd in fds[1:]),
@@ -198,6 +198,7 @@ class Runtime:
             self.table,
             children=self.supervisor.children,
             clock=monotonic_ns,
+            stopping=lambda: self.supervisor.stopping,
             rows=self.rows,
             silent_ns=to_ns(max(1.0, self.settings.timeouts.hang_s / 2)),
         )
@@ -250,7 +251,7 @@ class Runtime:
             "pid": os.getpid(),
             "control": self._boot.control,
             "attach": self.attach_address,
-            "supervisor": f"http://{self.settings.host}:{self.supervisor_port}",
+            "supervisor": f"http://{authority(self.settings.host, self.supervisor_port)}",
             "devices": list(self.settings.devices),
             "transport": self.settings.transport,
             "pages_count": self.settings.pages_count,
@@ -273,6 +274,7 @@ class Runtime:
             service = AttachService(
                 self._attach_socket,
                 regions=self._region_fds,
+                worker_epoch=lambda rank: self.table.incarnation(FIRST_WORKER_ROW + rank),
                 answer_engine=self._answer_engine,
                 engine_gone=self._engine_gone,
                 watch=supervisor.add_service,

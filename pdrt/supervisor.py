@@ -132,6 +132,11 @@ class Supervisor:
     def callback_errors_count(self) -> int:
         return self._loop.callback_errors_count
 
+    @property
+    def stopping(self) -> bool:
+        """Was it asked to stop?  From any thread."""
+        return self._stop_reason is not None
+
     def run(self) -> str:
         """Start, supervise until somebody asks to stop, stop; return the reason.
 

@@ -24,7 +24,7 @@ from pdrt.config import environment_with
 from pdrt.errors import DeploymentError
 
 ROUTERS = ("sglang-router", "smg")
-STOP_S = 15.0
+STOP_S = 45.0  # longer than a role may take to drain and shut down
 
 
 class ClusterFailed(DeploymentError):

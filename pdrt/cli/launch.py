@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass, field, fields
 from importlib.metadata import version
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Group, Parameter
 
-from pdrt.errors import DeploymentError, PdrtError
+from pdrt.errors import BadConfig, DeploymentError, PdrtError
 
 if TYPE_CHECKING:
     from pdrt.config import Settings
@@ -48,7 +49,12 @@ class Flags:
     host: Annotated[
         str, flag(SERVING, "Address every port of this role binds to. Not authenticated yet.")
     ] = "127.0.0.1"
-    port: Annotated[int, flag(SERVING, "HTTP port of the engine; 0 picks one.")] = 0
+    port: Annotated[
+        int | None,
+        flag(
+            SERVING, "HTTP port of the engine; 0 picks one. [30000 for prefill, 30001 for decode]"
+        ),
+    ] = None
     engine: Annotated[
         str,
         flag(SERVING, '"reference", or "none": the runtime alone, engines attach from outside.'),
@@ -138,6 +144,7 @@ class Flags:
     ] = field(default=None)
 
 
+PORTS = {"prefill": 30000, "decode": 30001}
 TIMEOUT_FIELDS = {
     "bootstrap_timeout": "bootstrap_s",
     "waiting_timeout": "waiting_s",
@@ -154,6 +161,7 @@ def settings_from(role: str, flags: Flags) -> Settings:
     from pdrt.config import Settings, Timeouts
 
     values = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in NOT_SETTINGS}
+    values["port"] = PORTS[role] if flags.port is None else flags.port
     values["devices"] = tuple(part for part in flags.devices.split(",") if part)
     timeouts = Timeouts(**{name: getattr(flags, given) for given, name in TIMEOUT_FIELDS.items()})
     return Settings(role=role, timeouts=timeouts, **values)
@@ -164,7 +172,7 @@ def serve(role: str, flags: Flags) -> int:
     import logging
 
     from pdrt.child import Descriptor
-    from pdrt.config import cache_folder, default_environment
+    from pdrt.config import authority, cache_folder, default_environment
     from pdrt.runtime import EngineChild, Runtime, listen
     from pdrt.serving.convert import model_folder
     from pdrt.serving.model_config import read_model_config
@@ -193,7 +201,10 @@ def serve(role: str, flags: Flags) -> int:
         facts = EngineFacts(settings, folder, name, Descriptor(http.fileno()), version("pdrt"))
         with Runtime(settings, layout, EngineChild(run_engine, (facts,))) as runtime:
             _announce(
-                {**runtime.facts(), "http": f"http://{settings.host}:{http.getsockname()[1]}"}
+                {
+                    **runtime.facts(),
+                    "http": f"http://{authority(settings.host, http.getsockname()[1])}",
+                }
             )
             runtime.run()
     return 0
@@ -207,8 +218,10 @@ def _announce(facts: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _main(role: str, port: int, summary: str) -> None:
+def _main(role: str, summary: str) -> None:
     from cyclopts.config import Env, Toml
+
+    from pdrt.config import environment_value
 
     app = App(
         name=f"pdrt-{role}",
@@ -219,13 +232,15 @@ def _main(role: str, port: int, summary: str) -> None:
     )
 
     @app.default
-    def run(flags: Flags = Flags(port=port)) -> int:
+    def run(flags: Flags = Flags()) -> int:
         return serve(role, flags)
 
-    if "--config" in sys.argv[1:-1]:
-        path = sys.argv[sys.argv.index("--config") + 1]
-        app.config = [Env("PDRT_", command=False), Toml(path, must_exist=True)]
+    path = _config_path(sys.argv[1:]) or environment_value("PDRT_CONFIG")
     try:
+        if path:
+            if not Path(path).is_file():
+                raise BadConfig(f"--config {path}: no such file")
+            app.config = [Env("PDRT_", command=False), Toml(path)]
         code = app()
     except PdrtError as error:
         action = "" if isinstance(error, DeploymentError) else " (see the log above)"
@@ -234,11 +249,21 @@ def _main(role: str, port: int, summary: str) -> None:
     sys.exit(code)
 
 
+def _config_path(arguments: list[str]) -> str:
+    """The file named by --config, which has to be read before flags are."""
+    for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        if argument == "--config":
+            return following
+        if argument.startswith("--config="):
+            return argument.removeprefix("--config=")
+    return ""
+
+
 def prefill() -> None:
     """Entry point of pdrt-prefill."""
-    _main("prefill", 30000, "Serve prompts: compute their KV cache and send it to decodes.")
+    _main("prefill", "Serve prompts: compute their KV cache and send it to decodes.")
 
 
 def decode() -> None:
     """Entry point of pdrt-decode."""
-    _main("decode", 30001, "Serve tokens: receive KV caches from prefills and generate.")
+    _main("decode", "Serve tokens: receive KV caches from prefills and generate.")

@@ -4,9 +4,10 @@ Served from the supervisor's loop, because that process never restarts.  Two kin
 
 * an *engine* (built in or foreign) gets the table, the pools and a wake-up eventfd, and with them a
   row of its own.  Its connection is its life line: when it closes, the row is buried.
-* a *peer's worker* on the same host gets one region, to copy into it directly.  While its
-  connection is open it may still write there, so `mapped` is what tells the janitor whether a
-  room of that peer can be quiet.
+* a *peer's worker* on the same host gets one region, to copy into it directly.  It asks for the
+  region as one incarnation of our worker offered it, and gets it only while that one lives.  While
+  its connection is open it may still write there.  So once our worker is dead, and no connection
+  for it is left (`mapped`), nothing can land any more in rooms of that worker.
 
 One request and one reply a connection, both msgpack; SOCK_SEQPACKET keeps their borders.  Only
 processes of the same user are served.
@@ -25,6 +26,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from pdrt.clock import Clock, monotonic_ns, to_ns
 from pdrt.errors import AttachFailed, BadConfig, PortInUse
 from pdrt.protocol.layout import RegionMap
 from pdrt.protocol.peers import instance_digest
@@ -36,13 +38,15 @@ _PEERCRED = struct.Struct("3i")
 
 
 class AttachRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """`kind` "engine": everything, and a row.  "region": the memory of one rank, for `instance`."""
+    """`kind` "engine": everything, and a row.  "region": the memory of one rank, as its worker's
+    incarnation `epoch` offered it, for `instance`."""
 
     version: int = 1
     kind: Literal["engine", "region"]
     name: Annotated[str, Meta(max_length=64)] = ""
     rank: Annotated[int, Meta(ge=0, le=255)] = 0
     instance: Annotated[str, Meta(max_length=64)] = ""
+    epoch: Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)] = 0
 
 
 class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,25 +85,76 @@ def request(
 ) -> tuple[AttachReply, list[int], socket.socket]:
     """Ask a running tree.  Returns the reply, the descriptors, and the connection to hold open.
     Raises AttachFailed."""
-    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    client.settimeout(timeout_s)
-    fds: list[int] = []
+    client = _client(timeout_s)
     try:
         client.connect(_sockaddr(address))
         client.send(msgspec.msgpack.encode(ask))
-        data, fds, _, _ = socket.recv_fds(client, REPLY_BYTES_MAX, 260)
-        for fd in fds:  # recv_fds takes flags and ignores them, MSG_CMSG_CLOEXEC too
-            os.set_inheritable(fd, False)
-        reply = msgspec.msgpack.decode(data, type=AttachReply)
+        reply, fds = _read_answer(client)
     except (OSError, msgspec.MsgspecError, BadConfig) as error:  # BadConfig: an impossible layout
         client.close()
-        for fd in fds:
-            os.close(fd)
         raise AttachFailed(f"no pdrt runtime answers at {address}: {error}") from None
     if reply.error:
         client.close()
         raise AttachFailed(f"{address}: {reply.error}")
     return reply, fds, client
+
+
+class Asking:
+    """A request that is under way, for callers that must not wait.  `poll` until it answers."""
+
+    def __init__(
+        self, address: str, ask: AttachRequest, *, timeout_s: float, clock: Clock = monotonic_ns
+    ) -> None:
+        self._address = address
+        self._ask = msgspec.msgpack.encode(ask)
+        self._clock = clock
+        self._until_ns = clock() + to_ns(timeout_s)
+        self._sent = False
+        self._client = _client(0.0)
+
+    def poll(self) -> tuple[AttachReply, list[int], socket.socket] | None:
+        """What `request` returns, or None while there is no answer.  Raises AttachFailed."""
+        try:
+            if not self._sent:  # a full backlog is an EAGAIN
+                self._client.connect(_sockaddr(self._address))
+                self._client.send(self._ask)
+                self._sent = True
+            reply, fds = _read_answer(self._client)
+        except BlockingIOError:
+            if self._clock() < self._until_ns:
+                return None
+            self.close()
+            raise AttachFailed(f"{self._address} does not answer") from None
+        except (OSError, msgspec.MsgspecError, BadConfig) as error:
+            self.close()
+            raise AttachFailed(f"no pdrt runtime answers at {self._address}: {error}") from None
+        if reply.error:
+            self.close()
+            raise AttachFailed(f"{self._address}: {reply.error}")
+        return reply, fds, self._client
+
+    def close(self) -> None:
+        """Give up.  Not after an answer: the connection belongs to the caller then."""
+        self._client.close()
+
+
+def _client(timeout_s: float) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+    client.settimeout(timeout_s)
+    return client
+
+
+def _read_answer(client: socket.socket) -> tuple[AttachReply, list[int]]:
+    """Raises OSError, MsgspecError, BadConfig; keeps no descriptor then."""
+    data, fds, _, _ = socket.recv_fds(client, REPLY_BYTES_MAX, 260)
+    try:
+        for fd in fds:  # recv_fds takes flags and ignores them, MSG_CMSG_CLOEXEC too
+            os.set_inheritable(fd, False)
+        return msgspec.msgpack.decode(data, type=AttachReply), fds
+    except (msgspec.MsgspecError, BadConfig):
+        for fd in fds:
+            os.close(fd)
+        raise
 
 
 def _sockaddr(address: str) -> str:
@@ -114,27 +169,31 @@ class AttachService:
         server: socket.socket,
         *,
         regions: Sequence[int],
+        worker_epoch: Callable[[int], int],
         answer_engine: Callable[[AttachRequest, int], tuple[AttachReply, list[int]]],
         engine_gone: Callable[[int], None],
         watch: Callable[[int, Callable[[], None]], None],
         unwatch: Callable[[int], None],
     ) -> None:
-        """`answer_engine(request, pid)` grants a row (or raises AttachFailed); `engine_gone(row)`
+        """`worker_epoch(rank)`: the incarnation that lives now, 0 if none does.
+        `answer_engine(request, pid)` grants a row (or raises AttachFailed); `engine_gone(row)`
         buries it; `watch(fd, callback)` and `unwatch(fd)` are the loop's."""
         self._server = server
         self._regions = regions
+        self._worker_epoch = worker_epoch
         self._answer_engine = answer_engine
         self._engine_gone = engine_gone
         self._watch, self._unwatch = watch, unwatch
         self._clients: dict[int, socket.socket] = {}
         self._rows: dict[int, int] = {}
-        self._peers: dict[int, int] = {}
-        self._mapped: Multiset[int] = Multiset()  # by instance digest
+        self._peers: dict[int, tuple[int, int, int]] = {}
+        self._mapped: Multiset[tuple[int, int, int]] = Multiset()  # instance digest, rank, epoch
         watch(server.fileno(), self.accept)
 
-    def mapped(self, peer: int) -> bool:
-        """Does a process of that peer (digest of its instance) still map a region of ours?"""
-        return self._mapped[peer] > 0
+    def mapped(self, peer: int, rank: int, epoch: int) -> bool:
+        """Does a process of that peer (digest of its instance) still map the region of a rank, as
+        that incarnation of our worker offered it?"""
+        return self._mapped[peer, rank, epoch] > 0
 
     def accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -183,7 +242,10 @@ class AttachService:
         if ask.kind == "region":
             if ask.rank >= len(self._regions) or not ask.instance:
                 return AttachReply(error=f"no region of rank {ask.rank} for {ask.instance!r}"), []
-            self._peers[fd] = peer = instance_digest(ask.instance)
+            if not ask.epoch or ask.epoch != self._worker_epoch(ask.rank):
+                gone = f"the worker of rank {ask.rank} with epoch {ask.epoch} is gone"
+                return AttachReply(error=gone), []
+            self._peers[fd] = peer = (instance_digest(ask.instance), ask.rank, ask.epoch)
             self._mapped[peer] += 1
             return AttachReply(), [self._regions[ask.rank]]
         try:

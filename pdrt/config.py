@@ -19,6 +19,8 @@ DEFAULT_BOOTSTRAP_PORT = 8998
 TRANSPORTS = ("nixl", "shm")
 MESSAGE_BYTES_MAX = 4 << 20
 TIMEOUT_MAX_S = 1_000_000
+HANG_PART = 2 / 3  # of the quiet bound
+HANG_MIN_S = 0.5  # ten pulses
 
 #: What UCX needs for pdrt's promises, unless the operator says otherwise.  A black-holed TCP link
 #: is noticed after USER_TIMEOUT instead of never.
@@ -26,7 +28,12 @@ UCX_DEFAULTS = {"UCX_TCP_USER_TIMEOUT": "3s", "UCX_LOG_LEVEL": "error"}
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """All in seconds.  The first three are deadlines of room states; progress renews the third."""
+    """All in seconds.  The first three are deadlines of room states; progress renews the third.
+
+    An actor that stands still is to be seen as hung before the rooms that wait for it are fenced by
+    force: that would restart a healthy worker for a frozen one's sake.  So `hang_s` is at most two
+    thirds of `quiet_s`, and a shorter `quiet_s` takes it along (`Settings` sees to it); only one so
+    short that a busy actor would look hung is refused."""
 
     bootstrap_s: float = 60.0  # the peer's half of the room never appeared
     waiting_s: float = 60.0  # both halves are known and nothing was posted
@@ -39,7 +46,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     engine_ready_s: float = 300.0
     drain_s: float = 30.0  # after SIGTERM an engine finishes what it has, within this
     shutdown_s: float = 5.0  # SIGTERM, then SIGKILL
-    hang_s: float = 5.0  # an actor whose pulse stands still is killed
+    hang_s: float = 5.0  # an actor whose pulse stands still is killed; see above
     engine_hang_s: float = 60.0
 
 
@@ -99,6 +106,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
                 raise BadConfig(
                     f"--{name.replace('_', '-')} must be from 0.001 to {TIMEOUT_MAX_S} seconds"
                 )
+        hang_s = min(self.timeouts.hang_s, self.timeouts.quiet_s * HANG_PART)
+        if hang_s < HANG_MIN_S:
+            given = f"--quiet-timeout {self.timeouts.quiet_s:g}, --hang-s {self.timeouts.hang_s:g}"
+            raise BadConfig(
+                f"{given}: an actor would count as hung after {hang_s:g} s without a pulse; "
+                f"it needs at least {HANG_MIN_S:g} s"
+            )
+        settled = msgspec.structs.replace(self.timeouts, hang_s=hang_s)
+        msgspec.structs.force_setattr(self, "timeouts", settled)
 
     @property
     def pages_count(self) -> int:

@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdrt import attach
-from pdrt.attach import AttachReply, AttachRequest, AttachService, bind, request
+from pdrt.attach import Asking, AttachReply, AttachRequest, AttachService, bind, request
 from pdrt.errors import AttachFailed, PortInUse
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.peers import instance_digest
@@ -32,8 +32,8 @@ LAYOUT = Layout(model="m", layers=2, kv_heads=1, head_dim=2, dtype="float32", pa
 MAPS = tuple(RegionMap(layout=LAYOUT, rank=rank, pages_count=4, aux_rows=1) for rank in range(2))
 
 
-def region_of(rank: int = 0, instance: str = "peer") -> AttachRequest:
-    return AttachRequest(kind="region", rank=rank, instance=instance)
+def region_of(rank: int = 0, instance: str = "peer", epoch: int = 5) -> AttachRequest:
+    return AttachRequest(kind="region", rank=rank, instance=instance, epoch=epoch)
 
 
 class Tree:
@@ -45,12 +45,14 @@ class Tree:
         self.table_fd = memory_fd("table", 4096)
         self.regions = [memory_fd(f"region{rank}", 4096) for rank in range(2)]
         self.rows_left = 3
+        self.epochs = {0: 5, 1: 5}  # of the workers that live
         self.gone: list[int] = []
         self.asked: list[tuple[AttachRequest, int]] = []
         self.lines: list[socket.socket] = []
         self.service = AttachService(
             bind(self.address),
             regions=self.regions,
+            worker_epoch=lambda rank: self.epochs[rank],
             answer_engine=self._answer,
             engine_gone=self.gone.append,
             watch=lambda fd, callback: void(
@@ -219,7 +221,10 @@ def test_a_refused_engine_is_told_why(tree: Tree) -> None:
 
 
 def test_a_region_is_mapped_for_as_long_as_one_connection_of_that_peer_is_open(tree: Tree) -> None:
-    assert not tree.service.mapped(PEER)
+    def mapped() -> list[bool]:
+        return [tree.service.mapped(PEER, rank, 5) for rank in (0, 1)]
+
+    assert mapped() == [False, False]
     lines = []
     for rank in (0, 1):
         reply, fds, line = tree.ask(region_of(rank))
@@ -228,22 +233,39 @@ def test_a_region_is_mapped_for_as_long_as_one_connection_of_that_peer_is_open(t
         assert same_memory(tree.regions[rank], fds[0])
         close_all(fds)  # the mapping may outlive its descriptor; the connection counts
         lines.append(line)
-    assert tree.service.mapped(PEER)
-    assert not tree.service.mapped(instance_digest("another peer"))
+    assert mapped() == [True, True]
+    assert not tree.service.mapped(instance_digest("another peer"), 0, 5)
+    assert not tree.service.mapped(PEER, 0, 6)
     lines[0].close()
     tree.turn_until(lambda: tree.clients_count == 1, "the end of one")
-    assert tree.service.mapped(PEER)
+    assert mapped() == [False, True]
     lines[1].close()
     tree.turn_until(lambda: tree.clients_count == 0, "the end of the other")
-    assert not tree.service.mapped(PEER)
+    assert mapped() == [False, False]
     assert tree.gone == []
+
+
+def test_a_dead_workers_region_is_not_given_out_and_stays_counted(tree: Tree) -> None:
+    _, fds, line = tree.ask(region_of(0, epoch=5))
+    close_all(fds)
+    for living in (0, 6):
+        tree.epochs[0] = living
+        for epoch in (0, 5):
+            with pytest.raises(AttachFailed, match=f"epoch {epoch} is gone"):
+                tree.ask(region_of(0, epoch=epoch))
+        assert tree.service.mapped(PEER, 0, 5)
+    _, fds, _ = tree.ask(region_of(0, epoch=6))
+    close_all(fds)
+    line.close()
+    tree.turn_until(lambda: not tree.service.mapped(PEER, 0, 5), "the end of the old")
+    assert tree.service.mapped(PEER, 0, 6)
 
 
 @pytest.mark.parametrize("ask", [region_of(2), region_of(255), region_of(0, "")])
 def test_a_region_that_is_none_is_refused(tree: Tree, ask: AttachRequest) -> None:
     with pytest.raises(AttachFailed, match="no region of rank"):
         tree.ask(ask)
-    assert not tree.service.mapped(PEER)
+    assert not tree.service.mapped(PEER, 0, 5)
     assert tree.clients_count == 0
 
 
@@ -267,7 +289,7 @@ def test_garbage_is_answered_with_an_error_and_the_connection_closed(
 plain = st.recursive(
     st.none() | st.integers(-(2**63), 2**63) | st.text(max_size=80) | st.binary(max_size=8),
     lambda inner: st.dictionaries(
-        st.sampled_from(["version", "kind", "name", "rank", "instance"]), inner
+        st.sampled_from(["version", "kind", "name", "rank", "instance", "epoch"]), inner
     ),
     max_leaves=6,
 )
@@ -296,7 +318,7 @@ def test_a_second_request_on_a_connection_ends_it(tree: Tree, ask: AttachRequest
     close_all(fds)
     assert tree.say(line, msgspec.msgpack.encode(ENGINE)) == b""
     assert tree.clients_count == 0
-    assert not tree.service.mapped(PEER)
+    assert not tree.service.mapped(PEER, 0, 5)
     assert tree.gone == ([1] if ask is ENGINE else [])
     assert len(tree.asked) == (1 if ask is ENGINE else 0)
 
@@ -367,6 +389,46 @@ def test_a_runtime_that_does_not_answer_is_given_up_in_time() -> None:
     with bind(address), pytest.raises(AttachFailed, match="timed out"):
         request(address, ENGINE, timeout_s=0.05)
     assert open_descriptors() == before
+
+
+def test_asking_never_waits(tree: Tree) -> None:
+    now_ns = 0
+    asking = Asking(tree.address, region_of(), timeout_s=1.0, clock=lambda: now_ns)
+    assert asking.poll() is None
+    answer = tree.turn_until(asking.poll, "the answer")
+    reply, fds, line = answer
+    assert reply == AttachReply()
+    assert same_memory(tree.regions[0], fds[0])
+    assert tree.service.mapped(PEER, 0, 5)
+    close_all(fds)
+    line.close()
+    tree.turn_until(lambda: not tree.service.mapped(PEER, 0, 5), "its end")
+
+
+def test_asking_ends_at_its_deadline_and_by_a_refusal(tree: Tree) -> None:
+    before, now_ns = open_descriptors(), 0
+    asking = Asking(tree.address, region_of(), timeout_s=1.0, clock=lambda: now_ns)
+    assert asking.poll() is None
+    now_ns = 1_000_000_000
+    with pytest.raises(AttachFailed, match="does not answer"):
+        asking.poll()
+    refused = Asking(tree.address, region_of(epoch=4), timeout_s=9.0)
+    with pytest.raises(AttachFailed, match="epoch 4 is gone"):
+        tree.turn_until(refused.poll, "the answer")
+    with pytest.raises(AttachFailed, match="no pdrt runtime answers"):
+        Asking("@pdrt-test-nobody", region_of(), timeout_s=9.0).poll()
+    tree.turn_until(lambda: tree.clients_count == 0, "the end of both")
+    assert open_descriptors() <= before
+
+
+def test_asking_waits_for_a_place_in_the_backlog_too() -> None:
+    address = f"@pdrt-test-{secrets.token_hex(8)}"
+    with bind(address) as server:
+        server.listen(0)
+        many = [Asking(address, region_of(), timeout_s=9.0) for _ in range(4)]
+        for asking in many:
+            assert asking.poll() is None
+            asking.close()
 
 
 WITHOUT_LAYERS = msgspec.to_builtins(AttachReply(maps=MAPS))

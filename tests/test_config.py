@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdrt.config import Settings, Timeouts, cache_folder, default_environment
+from pdrt.config import Settings, Timeouts, cache_folder, default_environment, environment_with
 from pdrt.errors import BadConfig
 
 
@@ -89,6 +89,13 @@ def test_the_operators_environment_comes_first(monkeypatch: pytest.MonkeyPatch) 
     assert os.environ["PDRT_TEST_UNSET"] == "default"
 
 
+def test_a_childs_environment_is_ours_with_something_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDRT_TEST_SET", "mine")
+    made = environment_with({"PDRT_TEST_CHILD": "1"})
+    assert (made["PDRT_TEST_SET"], made["PDRT_TEST_CHILD"]) == ("mine", "1")
+    assert "PDRT_TEST_CHILD" not in os.environ
+
+
 def test_the_cache_is_where_the_operator_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PDRT_CACHE", "/one")
     monkeypatch.setenv("XDG_CACHE_HOME", "/two")
@@ -98,3 +105,15 @@ def test_the_cache_is_where_the_operator_says(monkeypatch: pytest.MonkeyPatch) -
     assert cache_folder() == Path("/two/pdrt")
     monkeypatch.setenv("XDG_CACHE_HOME", "")
     assert cache_folder() == Path("/three/.cache/pdrt")
+
+
+def test_a_hung_actor_is_seen_before_rooms_are_fenced_by_force() -> None:
+    def hang_s(**given: float) -> float:
+        return Settings(role="decode", timeouts=Timeouts(**given)).timeouts.hang_s
+
+    assert hang_s() == 5.0
+    assert hang_s(quiet_s=3.0) == 2.0
+    assert hang_s(quiet_s=3.0, hang_s=1.0) == 1.0
+    for wrong in ({"quiet_s": 0.7}, {"hang_s": 0.4}):
+        with pytest.raises(BadConfig, match=r"--quiet-timeout .* --hang-s"):
+            hang_s(**wrong)

@@ -11,7 +11,7 @@ import zmq
 
 from pdrt import mailbox as mailbox_module
 from pdrt.errors import ProtocolError
-from pdrt.mailbox import FRAMES_A_TURN, MESSAGES_A_TURN, Envelope, Mailbox
+from pdrt.mailbox import FRAMES_A_TURN, LAZY_NS, MESSAGES_A_TURN, Envelope, Mailbox
 from pdrt.protocol.codec import FRAME_BYTES_MAX, MAGIC, Malformed, encode
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import (
@@ -153,6 +153,34 @@ def test_what_is_posted_in_one_turn_arrives_in_order_in_one_frame(site: Site, fa
     assert collect(owner, 100) == [(("door", b"sender"), message) for message in messages]
     assert (counts.of[Counter.FRAMES_IN], counts.of[Counter.MESSAGES_IN]) == (1, 100)
     assert (sent.of[Counter.FRAMES_OUT], sent.of[Counter.MESSAGES_OUT]) == (1, 100)
+
+
+def test_a_lazy_message_waits_for_company_and_goes_before_it(site: Site) -> None:
+    endpoint, owner, counts, _ = site.door()
+    sender, sent = site.mailbox("sender")
+    sender.link("to", endpoint)
+    sender.post("to", NewsTaken(1, 1), lazy=True)
+    sender.flush(LAZY_NS - 1)
+    sender.flush()
+    assert sent.of[Counter.FRAMES_OUT] == 0
+    post(sender, "to", NewsTaken(2, 1))
+    assert [m for _, m in collect(owner, 2)] == [NewsTaken(1, 1), NewsTaken(2, 1)]
+    assert counts.of[Counter.FRAMES_IN] == 1
+
+
+def test_a_lazy_message_goes_alone_when_it_has_waited_long_enough(site: Site) -> None:
+    endpoint, owner, _, _ = site.door()
+    sender, sent = site.mailbox("sender")
+    sender.link("to", endpoint)
+    now_ns = 7 * LAZY_NS
+    sender.post("to", NEWS)
+    sender.flush(now_ns)
+    sender.post("to", NewsTaken(8, 8), lazy=True)
+    sender.post("nobody", NEWS)
+    sender.flush(now_ns + LAZY_NS - 1)  # company of another addressee is none
+    assert (sent.of[Counter.FRAMES_OUT], sent.of[Counter.SENDS_REFUSED]) == (1, 1)
+    sender.flush(now_ns + LAZY_NS)
+    assert [message for _, message in collect(owner, 2)] == [NEWS, NewsTaken(8, 8)]
 
 
 def test_an_answer_goes_to_whoever_wrote(site: Site) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from pdrt import shm_status
 from pdrt.actors.janitor import Janitor
 from pdrt.clock import MILLISECOND_NS
 from pdrt.config import Timeouts
@@ -46,6 +48,7 @@ from pdrt.shm_status import (
     Owner,
     StatusTable,
     Word,
+    available_bytes,
     create,
     memory_fd,
     pack,
@@ -524,6 +527,20 @@ def test_a_write_that_comes_late_by_any_instruction_changes_nothing_of_a_newer_r
     raise AssertionError(f"{write} takes more than {STEPS_MAX} steps")
 
 
+def test_a_worker_that_takes_a_transfer_over_owns_it_alone(table: StatusTable) -> None:
+    handle = table.open(1, 0, now_ns=NOW)
+    at = handle.slot, handle.generation
+    bring(table, handle, KVPoll.WaitingForInput)
+    for number, owner in enumerate((US, THEM, Owner(128, 1), NOBODY)):
+        now_ns = NOW + 100 + number
+        assert table.move(*at, Event.CHUNK_POSTED, now_ns=now_ns, owner=owner)
+        assert table.move(*at, Event.CHUNK_POSTED, now_ns=now_ns)
+        word = table.read(*at)
+        assert word is not None
+        assert word.owner == owner
+    assert table.entered_ns(handle.slot)[KVPoll.Transferring] == NOW + 100  # the first chunk's
+
+
 @pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("state", sorted(OPEN))
 def test_a_room_that_fails_is_quiet_unless_its_bytes_may_move(role: Role, state: KVPoll) -> None:
@@ -747,11 +764,18 @@ def test_who_only_clears_collects_nothing_without_end(pair: list[StatusTable]) -
 def test_a_zero_page_reads_as_all_free(table: StatusTable) -> None:
     assert len(table.live_slots()) == 0
     assert not table.words.any()
+    before = bytes(table.map)
+    for slot, generation in product(range(table.rooms_max), (0, 1)):
+        table.renew(slot, generation, NOW, 5)
+        table.set_moved(slot, generation, 5)
+        table.set_taken(slot, generation, 5)
+        table.discard(slot, 0)
     for slot in range(table.rooms_max):
         assert table.read(slot, 1) is None
         assert not table.move(slot, 1, Event.FAULT, now_ns=NOW)
         assert not table.set_quiet(slot, 1)
         assert not table.clear(slot, 1)
+    assert bytes(table.map) == before
     assert {table.open(room, 0, now_ns=NOW).generation for room in range(4)} == {1}
 
 
@@ -853,6 +877,18 @@ def test_more_memory_than_there_is_is_refused_before_anything_is_taken(rooms_max
     with pytest.raises(NoMemory, match="lower --rooms-max"):
         create(Role.DECODE, rooms_max=rooms_max, instance=b"", timeouts_ms=TIMEOUTS_MS, now_ns=NOW)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_memory_that_others_use_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Taken all the same, it would be somebody's life: the kernel kills to find it."""
+    monkeypatch.setattr(shm_status, "available_bytes", lambda: 2 << 20)
+    with pytest.raises(NoMemory, match="Cannot allocate memory"):
+        memory_fd("pool", (2 << 20) + 1)
+    os.close(memory_fd("pool", 2 << 20))
+
+
+def test_what_is_available_is_less_than_there_is() -> None:
+    assert 0 < available_bytes() < os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
 
 
 def test_memory_that_the_kernel_refuses_is_no_memory() -> None:

@@ -14,21 +14,23 @@ from pdrt import attach
 from pdrt.actors import base
 from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.decodes import worker_link
+from pdrt.actors.paths import LISTENER
 from pdrt.actors.prefill_listener import PrefillListener
-from pdrt.actors.transfer import LISTENER, TransferWorker
+from pdrt.actors.transfer import TransferWorker
 from pdrt.attach import AttachRequest
 from pdrt.child import Descriptor
 from pdrt.clock import monotonic_ns
-from pdrt.config import UCX_DEFAULTS, Settings, default_environment
+from pdrt.config import Settings, default_environment, ucx_environment
+from pdrt.errors import AttachFailed
 from pdrt.mailbox import Mailbox
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.states import Role
 from pdrt.shm_status import Owner, StatusTable
-from pdrt.transports.base import Region, Transport
+from pdrt.transports.base import Region, Transport, TransportError
 
 SUPERVISOR_ROW, LISTENER_ROW, FIRST_WORKER_ROW, FIRST_ENGINE_ROW = 1, 2, 8, 48
 WORKERS_MAX, ENGINES_MAX = 40, 8
-FETCH_TIMEOUT_S = 0.25
+FETCH_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +138,7 @@ def run_listener(boot: Boot) -> None:
 
 def run_worker(boot: Boot, rank: int) -> None:
     """A transfer worker's process."""
-    default_environment(UCX_DEFAULTS)  # before NIXL is imported
+    default_environment(ucx_environment(boot.settings))  # before NIXL is imported
     table, mailbox = _enter(boot, FIRST_WORKER_ROW + rank)
     mailbox.open_door(
         "worker", boot.worker_endpoint(rank), boot.worker_doors[rank].fd, from_peer=False
@@ -146,7 +148,7 @@ def run_worker(boot: Boot, rank: int) -> None:
     region = Region(boot.regions[rank].fd, region_map.length_bytes)
     agent = f"{boot.instance}.{rank}#{table.me.incarnation}"
     transports: dict[str, tuple[Transport, bytes]] = {}
-    for transport in _transports(boot, rank):
+    for transport in _transports(boot, rank, table.me.incarnation):
         metadata = transport.open(agent, region, region_map.scratch_offset)
         transports[transport.name] = transport, metadata
     worker = TransferWorker(
@@ -164,14 +166,43 @@ def run_worker(boot: Boot, rank: int) -> None:
         worker.close()
 
 
-def _transports(boot: Boot, rank: int) -> list[Transport]:
-    # Imported here: only a worker may load NIXL, and only one that uses it does.
-    from pdrt.transports.shm import ShmTransport
+class RegionFetch:
+    """Asks a peer's supervisor for a region; see `transports.shm.Fetch`.  The key is ours, from
+    `_transports`: "rank#epoch" of the worker that offers it."""
 
-    def fetch_region(address: str, key: str) -> tuple[int, int]:
-        ask = AttachRequest(kind="region", rank=int(key), instance=boot.instance)
-        _, fds, connection = attach.request(address, ask, timeout_s=FETCH_TIMEOUT_S)
+    def __init__(self, address: str, key: str, instance: str) -> None:
+        """Raises TransportError."""
+        rank, _, epoch = key.partition("#")
+        if not (rank.isdecimal() and epoch.isdecimal()):
+            raise TransportError(f"{key!r} is no region")
+        ask = AttachRequest(kind="region", rank=int(rank), epoch=int(epoch), instance=instance)
+        self._asking = attach.Asking(address, ask, timeout_s=FETCH_TIMEOUT_S)
+
+    def poll(self) -> tuple[int, int] | None:
+        try:
+            answer = self._asking.poll()
+        except AttachFailed as error:
+            raise TransportError(str(error)) from None
+        if answer is None:
+            return None
+        _, fds, connection = answer
+        if len(fds) != 1:
+            connection.close()
+            for fd in fds:
+                os.close(fd)
+            raise TransportError(f"{len(fds)} descriptors instead of a region")
         return fds[0], connection.detach()
+
+    def close(self) -> None:
+        self._asking.close()
+
+
+def _transports(boot: Boot, rank: int, epoch: int) -> list[Transport]:
+    # Imported here: only a worker may load NIXL, and only one that uses it does.
+    from pdrt.transports.shm import Fetch, ShmTransport
+
+    def open_region(address: str, key: str) -> Fetch:
+        return RegionFetch(address, key, boot.instance)
 
     found: list[Transport] = []
     if boot.settings.transport == "nixl":
@@ -179,7 +210,7 @@ def _transports(boot: Boot, rank: int) -> list[Transport]:
 
         found.append(NixlTransport())
     found.append(
-        ShmTransport(address=boot.attach_address, key=str(rank), fetch_region=fetch_region)
+        ShmTransport(address=boot.attach_address, key=f"{rank}#{epoch}", open_region=open_region)
     )
     return found
 

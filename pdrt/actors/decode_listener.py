@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
+from pdrt.actors.decode_failing import PAUSE_MAX_NS, Failing, Room
 from pdrt.actors.prefills import Prefill, Prefills
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
@@ -39,11 +40,6 @@ from pdrt.protocol.messages import (
 from pdrt.protocol.peers import instance_digest, transport_code
 from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason, told_by_peer
 from pdrt.shm_status import (
-    GENERATION_SHIFT,
-    OPENER,
-    PEER,
-    QUIET_BIT,
-    ROOM,
     STATE_MASK,
     Handle,
     StatusTable,
@@ -51,25 +47,8 @@ from pdrt.shm_status import (
 
 SCAN_NS = 20 * MILLISECOND_NS
 EXPECT_AFTER_NS = 40 * MILLISECOND_NS  # a room that waits longer than this is mentioned to prefill
-PAUSE_MAX_NS = 1000 * MILLISECOND_NS
 
 log = logging.getLogger("pdrt.listener")
-
-
-@dataclass(slots=True)
-class Room:
-    handle: Handle
-    rank: int
-    peer: str  # prefill's host:port
-    opened_ns: int
-    destination: Destination | None = None
-    taken: bool = False  # prefill acknowledged the destination
-    due_ns: int = 0  # of the next destination or expect
-    pause_ns: int = 0
-    failed: bool = False
-    abort: Abort | None = None
-    told: bool = False  # prefill knows that the room failed
-    until_ns: int = 0
 
 
 class DecodeListener:
@@ -103,7 +82,8 @@ class DecodeListener:
             timeouts=timeouts,
         )
         self._rooms: dict[int, Room] = {}  # by slot
-        self._failing: dict[Handle, Room] = {}  # prefill has yet to know, or memory to become quiet
+        self._seen: dict[int, int] = {}  # slot -> generation of the last room that we took note of
+        self._failing = Failing(instance, table, mailbox, timeouts, self._prefills, wake)
         self._scanned_ns = self._beaten_ns = 0
 
     # --- messages --------------------------------------------------------------------------------
@@ -121,22 +101,16 @@ class DecodeListener:
             case Abort():
                 self._on_abort(sender, message, now_ns)
             case AbortTaken():
-                self._on_abort_taken(message, now_ns)
+                if message.instance == self._instance:
+                    self._failing.taken(sender, message, now_ns)
             case Ended():
-                room = self._find(message.slot, message.generation)
-                if room is not None:
-                    self._on_ended(room, message, now_ns)
+                self._on_ended(message, now_ns)
             case WorkerUp():
                 self._prefills.worker_up(message, now_ns)
             case HelloReply() | Introduced() | Resync() | Heartbeat():
                 self._on_prefill(sender, message, now_ns)
             case _:
                 self._table.count(Counter.LATE)
-
-    def _room_in(self, slot: int) -> tuple[int, int]:
-        """Room id and rank that the table has in a slot."""
-        row = self._table.rows(np.array([slot]))[0]
-        return int(row[ROOM // 8]), int(row[OPENER // 8]) >> 40
 
     def _find(self, slot: int, generation: int) -> Room | None:
         room = self._rooms.get(slot)
@@ -181,16 +155,7 @@ class DecodeListener:
                 room.due_ns = now_ns + PAUSE_MAX_NS
                 self._table.renew_state(slot, generation, now_ns)
             else:
-                self._disown(sender, slot, generation)
-
-    def _disown(self, sender: Address, slot: int, generation: int) -> None:
-        """Prefill waits for a room that failed here, and the abort was lost: say it again."""
-        word = self._table.read(slot, generation)
-        if word is None or word.state is not KVPoll.Failed:
-            return
-        room, rank = self._room_in(slot)
-        self._table.count(Counter.ABORTS_SENT)
-        self._mailbox.post(sender, Abort(room, rank, slot, generation, self._instance, word.reason))
+                self._failing.disown(sender, slot, generation)
 
     def _on_ready(self, prefill: Prefill, now_ns: int) -> None:
         for room in list(self._rooms.values()):
@@ -199,30 +164,13 @@ class DecodeListener:
                 room.due_ns, room.pause_ns = now_ns, 0  # a new listener has yet to hear of it
                 self._peer_known(room, prefill, now_ns)
                 self._send_destination(room, now_ns)
-        self._take_unquiet(prefill, now_ns)
-
-    def _take_unquiet(self, prefill: Prefill, now_ns: int) -> None:
-        """Rooms that failed under a listener before us: only this prefill can say that they are
-        quiet, and it may not even know that they failed."""
-        slots = self._table.live_slots()
-        rows = self._table.rows(slots)
-        failed = rows[:, 0] & np.uint64(STATE_MASK | QUIET_BIT) == KVPoll.Failed
-        theirs = rows[:, PEER // 8] == instance_digest(prefill.instance)
-        for slot, row in zip(
-            slots[failed & theirs].tolist(), rows[failed & theirs].tolist(), strict=True
-        ):
-            handle = Handle(row[ROOM // 8], slot, row[0] >> GENERATION_SHIFT)
-            if handle not in self._failing:
-                room = Room(handle, row[OPENER // 8] >> 40, prefill.peer, now_ns)
-                self._look(room, now_ns)
+        self._failing.adopt(prefill, now_ns)
 
     def _fault_all(
         self, prefill: Prefill, reason: Reason, now_ns: int, *, tell: bool = True
     ) -> None:
         if not tell:
-            gone = [r.handle for r in self._failing.values() if r.peer == prefill.peer]
-            for handle in gone:
-                del self._failing[handle]
+            self._failing.forget(prefill.peer)
         for room in [r for r in self._rooms.values() if r.peer == prefill.peer]:
             if reason is prefill.refusal:
                 self._table.set_detail(room.handle.slot, prefill.detail)
@@ -239,7 +187,9 @@ class DecodeListener:
             return
         if (older := self._rooms.get(opened.slot)) is not None:
             self._look(older, now_ns)
-        room = self._rooms[opened.slot] = Room(handle, opened.rank, opened.peer, now_ns)
+        self._seen[opened.slot] = opened.generation
+        whole = word.state < KVPoll.Transferring
+        room = self._rooms[opened.slot] = Room(handle, opened.rank, opened.peer, whole)
         room.due_ns = now_ns + EXPECT_AFTER_NS
         prefill = self._prefills.dial(opened.peer, now_ns)
         if prefill.refusal is not Reason.NONE:
@@ -273,28 +223,39 @@ class DecodeListener:
             return
         room.pause_ns = to_ns(self._timeouts.resend_s)
         room.due_ns = now_ns + room.pause_ns
-        self._mailbox.post(prefill.link, room.destination)
+        self._post_destination(room, room.destination, prefill)
+
+    def _post_destination(self, room: Room, destination: Destination, prefill: Prefill) -> None:
+        """Only while the room is open: after that, only a fence may follow."""
+        word = self._table.read(*room.handle[1:])
+        if word is None or word.state is not KVPoll.Transferring:
+            return
+        room.session = room.session or prefill.session
+        copy = msgspec.structs.replace(destination, session=prefill.session)
+        self._mailbox.post(prefill.link, copy)
 
     def _on_destination_taken(self, sender: Address, taken: DestinationTaken, now_ns: int) -> None:
+        if taken.instance != self._instance:
+            return
         room = self._find(taken.slot, taken.generation)
         if room is not None:
             room.taken = True
             room.due_ns = now_ns + PAUSE_MAX_NS
             self._table.set_taken(taken.slot, taken.generation, 1)
         else:
-            self._disown(sender, taken.slot, taken.generation)
+            self._failing.disown(sender, taken.slot, taken.generation)
 
     def _on_landed(self, sender: Address, landed: Landed, now_ns: int) -> None:
         slot, generation = landed.slot, landed.generation
-        self._mailbox.post(sender, NewsTaken(slot, generation))
+        self._mailbox.post(sender, NewsTaken(slot, generation, landed.instance))
         word = self._table.read(slot, generation)
         # A tree before us may have had this address, and a room in this slot.
-        ours = word is not None and landed.room == self._room_in(slot)[0]
+        ours = landed.instance == self._instance
         if word is None or not ours or word.state is KVPoll.Success:
             self._table.count(Counter.LATE)
             return
         if word.state is KVPoll.Failed:  # too late to count, but nothing is moving any more
-            self._become_quiet(slot, generation)
+            self._failing.become_quiet(slot, generation)
             return
         self._table.set_moved(slot, generation, landed.length_bytes)
         self._table.set_taken(slot, generation, max(1, landed.chunks))
@@ -314,8 +275,7 @@ class DecodeListener:
         reason = told_by_peer(abort.reason)
         if self._table.move(slot, generation, Event.FAULT, now_ns=now_ns, reason=reason):
             self._wake(self._table.opener_row(slot))
-        if abort.quiet:
-            self._become_quiet(slot, generation)
+        self._failing.hear(sender, abort)
         room = self._find(slot, generation)
         if room is not None:
             self._look(room, now_ns, tell=False)
@@ -325,32 +285,6 @@ class DecodeListener:
                 abort.room, abort.rank, abort.slot, abort.generation, abort.instance, abort.quiet
             ),
         )
-
-    def _on_abort_taken(self, taken: AbortTaken, now_ns: int) -> None:
-        if taken.instance != self._instance:
-            return
-        if taken.quiet:
-            self._become_quiet(taken.slot, taken.generation)
-        room = self._failing.get(Handle(taken.room, taken.slot, taken.generation))
-        if room is not None:
-            room.told = True
-            room.due_ns = now_ns + PAUSE_MAX_NS  # and ask again, should the quiet be lost
-            self._drop_if_over(room, now_ns)
-
-    def _is_unquiet(self, handle: Handle) -> bool:
-        word = self._table.read(handle.slot, handle.generation)
-        return word is not None and not word.quiet
-
-    def _drop_if_over(self, room: Room, now_ns: int) -> bool:
-        """Nothing is left to say to prefill of this failed room, or to hear."""
-        over = not self._is_unquiet(room.handle) and (room.told or now_ns >= room.until_ns)
-        if over:
-            del self._failing[room.handle]
-        return over
-
-    def _become_quiet(self, slot: int, generation: int) -> None:
-        if self._table.set_quiet(slot, generation):
-            self._wake(self._table.opener_row(slot))
 
     # --- a room ends -----------------------------------------------------------------------------
 
@@ -362,11 +296,25 @@ class DecodeListener:
             self._wake(self._table.opener_row(handle.slot))
         self._look(room, now_ns, tell=tell)
 
-    def _on_ended(self, room: Room, ended: Ended, now_ns: int) -> None:
-        if self._table.read(ended.slot, ended.generation) is not None:
+    def _on_ended(self, ended: Ended, now_ns: int) -> None:
+        room = self._find(ended.slot, ended.generation)
+        if room is None:
+            self._on_unseen(ended, now_ns)
+        elif self._table.read(ended.slot, ended.generation) is not None:
             self._look(room, now_ns)
         elif ended.failed:
             self._fail(room, Reason(ended.reason), now_ns, tell=True)
+
+    def _on_unseen(self, ended: Ended, now_ns: int) -> None:
+        """A room failed that we never saw open: perhaps there was no listener then.  Its prefill is
+        told all the same, if the engine names it; else it has only its own deadline."""
+        old = self._seen.get(ended.slot, -1) >= ended.generation
+        if old or not ended.failed or not ended.peer:
+            return
+        self._seen[ended.slot] = ended.generation
+        self._prefills.dial(ended.peer, now_ns)
+        room = Room(Handle(ended.room, ended.slot, ended.generation), ended.rank, ended.peer)
+        self._fail(room, Reason(ended.reason), now_ns, tell=True)
 
     def _look(self, room: Room, now_ns: int, *, tell: bool = True) -> None:
         word = self._table.read(room.handle.slot, room.handle.generation)
@@ -376,31 +324,8 @@ class DecodeListener:
             self._fail(room, word.reason, now_ns, tell=tell)
 
     def _fail(self, room: Room, reason: Reason, now_ns: int, *, tell: bool) -> None:
-        room.failed = True
         self._leave(room)
-        prefill = self._prefills.get(room.peer)
-        handle = room.handle
-        room.told = not tell
-        if prefill is None or not prefill.instance or (room.told and not self._is_unquiet(handle)):
-            return
-        room.abort = Abort(
-            handle.room, room.rank, handle.slot, handle.generation, self._instance, reason
-        )
-        room.until_ns = now_ns + to_ns(self._timeouts.quiet_s)
-        self._failing[handle] = room
-        if tell:
-            self._send_abort(room, now_ns)
-        else:
-            room.due_ns = now_ns + PAUSE_MAX_NS
-
-    def _send_abort(self, room: Room, now_ns: int) -> None:
-        assert room.abort is not None
-        again = room.told or now_ns >= room.until_ns  # then only quiet is missing
-        room.due_ns = now_ns + (PAUSE_MAX_NS if again else to_ns(self._timeouts.resend_s))
-        prefill = self._prefills.get(room.peer)
-        if prefill is not None:
-            self._table.count(Counter.ABORTS_SENT)
-            self._mailbox.post(prefill.link, room.abort)
+        self._failing.fail(room, reason, now_ns, tell=tell)
 
     def _leave(self, room: Room) -> None:
         if self._rooms.get(room.handle.slot) is room:
@@ -414,6 +339,7 @@ class DecodeListener:
         self._scanned_ns = now_ns
         self._scan(now_ns)
         self._repeat(now_ns)
+        self._failing.repeat(now_ns)
         for prefill in self._prefills.take_lost(now_ns):
             self._fault_all(prefill, Reason.PEER_LOST, now_ns)
         if now_ns - self._beaten_ns >= to_ns(self._timeouts.beat_s):
@@ -452,7 +378,7 @@ class DecodeListener:
             room.due_ns = now_ns + room.pause_ns
             if room.destination is not None and not room.taken:
                 self._table.count(Counter.RESENDS)
-                self._mailbox.post(prefill.link, room.destination)
+                self._post_destination(room, room.destination, prefill)
                 continue
             handle = room.handle
             self._mailbox.post(
@@ -466,7 +392,3 @@ class DecodeListener:
                     sent=room.taken,
                 ),
             )
-        for room in list(self._failing.values()):
-            if not self._drop_if_over(room, now_ns) and now_ns >= room.due_ns:
-                self._table.count(Counter.RESENDS)
-                self._send_abort(room, now_ns)

@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass, field
 
 import msgspec
+import numpy as np
 
 from pdrt.actors.base import Throttle
 from pdrt.clock import to_ns
@@ -21,6 +22,7 @@ from pdrt.protocol.messages import (
     OLDEST,
     VERSION,
     Agent,
+    Destination,
     Hello,
     HelloReply,
     Introduced,
@@ -61,6 +63,16 @@ class Decode:
         """Name of the transport of a rank, "" while there is none."""
         warm = self.warm.get(rank)
         return warm.transport if warm is not None else ""
+
+    def refusal(self, destination: Destination) -> Reason:
+        """Pages or aux row that the decode's own introduction does not have?"""
+        agent = self.agent(destination.rank)
+        if agent is None or len(destination.pages) % 4 or destination.aux_index >= agent.aux_rows:
+            return Reason.BAD_DESTINATION
+        pages = np.frombuffer(destination.pages, dtype="<i4")
+        if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < agent.pages_count:
+            return Reason.BAD_DESTINATION
+        return Reason.NONE
 
 
 class Decodes:

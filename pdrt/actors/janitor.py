@@ -14,7 +14,6 @@ import numpy as np
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.protocol.counters import Counter
-from pdrt.protocol.peers import TRANSPORT_CODES
 from pdrt.protocol.states import OPEN, Event, KVPoll, Reason, Role
 from pdrt.shm_status import (
     CLAIMED,
@@ -28,12 +27,10 @@ from pdrt.shm_status import (
     PEER,
     QUIET_BIT,
     STATE_MASK,
-    TRANSPORT,
     VALUE_MASK,
     StatusTable,
 )
 
-SHM = TRANSPORT_CODES.index("shm")
 IDLE_FENCE_NS = SECOND_NS  # an idle worker is fenced this early: nobody else pays for it
 
 log = logging.getLogger("pdrt.janitor")
@@ -45,11 +42,12 @@ class Janitor:
         *,
         table: StatusTable,
         timeouts: Timeouts,
-        mapped: Callable[[int], bool],
+        mapped: Callable[[int, int, int], bool],
         fence: Callable[[int, str], None],
         wake: Callable[[int], None],
     ) -> None:
-        """`mapped(peer)`: does a process of that peer instance (digest) still map our memory?
+        """`mapped(peer, rank, epoch)`: does a process of that peer instance (digest) still map the
+        memory of a rank, as that incarnation of our worker offered it?
         `fence(row, reason)`: restart the worker in that row on purpose."""
         self._table = table
         self._timeouts = timeouts
@@ -131,15 +129,15 @@ class Janitor:
         table = self._table
         owner_row = int(row[0] >> np.uint64(OWNER_SHIFT)) & 0xFF
         owner = int(row[0] >> np.uint64(INCARNATION_SHIFT)) & INCARNATION_MASK
-        decode_by_shm = table.role is Role.DECODE and int(row[TRANSPORT // 8]) == SHM
-        # Who can still touch the memory?  Our worker's death ends what it reads, and what lands
-        # through its registration.  With shm the peer's worker writes by itself.
-        over = not self._mapped(int(row[PEER // 8])) if decode_by_shm else owner_dead
-        if over:
+        # Our worker's death ends what it reads, and what lands through its registration.  Over shm
+        # the peer's worker writes by itself: until it unmaps what the dead one offered, which
+        # nobody can map anew.  Before our worker is dead, no mapping does not mean that none comes.
+        peer, rank = int(row[PEER // 8]), int(row[OPENER // 8]) >> 40
+        if owner_dead and not (table.role is Role.DECODE and self._mapped(peer, rank, owner)):
             if table.set_quiet(slot, generation):
                 self._wake(table.opener_row(slot))
             return
-        if decode_by_shm or owner_dead or self._fenced.get(owner_row) == owner:
+        if owner_dead or self._fenced.get(owner_row) == owner:
             return
         idle = table.role is Role.DECODE and others == 0 and age_ns > IDLE_FENCE_NS
         if idle or age_ns > to_ns(self._timeouts.quiet_s):

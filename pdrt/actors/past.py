@@ -12,12 +12,15 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pdrt.clock import SECOND_NS
+import msgspec
+
+from pdrt.clock import MILLISECOND_NS, SECOND_NS
 from pdrt.protocol.messages import Abort, AbortTaken, Destination, Expect, Landed
 from pdrt.protocol.states import Reason
 from pdrt.shm_status import Handle
 
 MEMORY_MAX = 65536  # of each kind
+VANISHED_NS = 100 * MILLISECOND_NS  # how long the end of a cleared room may be under way to us
 EARLY_NS = 5 * SECOND_NS  # a decode asks after its destination once a second
 
 Key = tuple[int, int]  # room, rank
@@ -56,8 +59,9 @@ class Room:
 
 
 class Past:
-    def __init__(self, give_up_ns: int) -> None:
+    def __init__(self, session: str, give_up_ns: int) -> None:
         """A decode's abort of a room that we do not have yet counts for `give_up_ns`."""
+        self._session = session
         self._give_up_ns = give_up_ns
         self.over: OrderedDict[Theirs, Landed | Abort] = OrderedDict()
         self.unclaimed: OrderedDict[Key, Room] = OrderedDict()  # failed before a decode asked
@@ -76,6 +80,13 @@ class Past:
         self.early[key] = destination
         self._early_until_ns[key] = now_ns + EARLY_NS
 
+    def is_for_another(self, room: Room | None, destination: Destination) -> bool:
+        """Does another decode, or another room of this one, have that id?"""
+        if room is not None:
+            return room.destination is not None and room.theirs != theirs_of(destination)
+        early = self.early.get((destination.room, destination.rank))
+        return early is not None and early.instance != destination.instance
+
     def drop_unasked(self, now_ns: int) -> None:
         for key, until_ns in list(self._early_until_ns.items()):
             if key not in self.early or now_ns >= until_ns:
@@ -88,23 +99,34 @@ class Past:
         if len(memory) > MEMORY_MAX:
             memory.popitem(last=False)
 
+    def abort_of(self, key: Key, theirs: Theirs, reason: Reason, *, quiet: bool) -> Abort:
+        instance, slot, generation = theirs
+        return Abort(*key, slot, generation, instance, reason, quiet, self._session)
+
     def fail(self, room: Room) -> None:
         """What a decode hears of a failed room from now on."""
-        instance, slot, generation = room.theirs
-        abort = Abort(*room.key, slot, generation, instance, room.reason, room.fenced)
+        abort = self.abort_of(room.key, room.theirs, room.reason, quiet=room.fenced)
         self.remember(self.over, room.theirs, abort)
 
     def succeed(self, room: Room, moved_bytes: int) -> None:
-        _, slot, generation = room.theirs
-        landed = Landed(*room.key, slot, generation, moved_bytes, 0)
+        instance, slot, generation = room.theirs
+        landed = Landed(*room.key, slot, generation, moved_bytes, 0, instance)
         self.remember(self.over, room.theirs, landed)
 
     def give_up(self, key: Key, abort: Abort, now_ns: int, *, opened: bool) -> None:
-        """A decode gave up a room of which nothing was ever posted.  Unless the id is `opened` by
-        another, our half is still to come, and will be of no use."""
+        """A decode gave up a room of which we know nothing.  Unless the id is `opened` by another,
+        our half is still to come, and will be of no use.
+
+        Nothing of it can land, we say, only if we were the first to be sent its destination: what
+        we do not remember we never gave to a worker.  Of one that a predecessor of ours had first,
+        we cannot know; then decode's own fence at the quiet bound settles it."""
         theirs = theirs_of(abort)
-        reason = Reason.PEER_ABORTED
-        over = Abort(*key, abort.slot, abort.generation, abort.instance, reason, quiet=True)
+        over = msgspec.structs.replace(
+            abort,
+            reason=Reason.PEER_ABORTED,
+            quiet=abort.session == self._session,
+            session=self._session,
+        )
         self.remember(self.over, theirs, over)
         if not opened:
             self._given_up.pop(key, None)
@@ -121,7 +143,46 @@ class Past:
             if message is not None and theirs_of(message) == theirs:
                 del memory[key]
 
+    def take_questions(self, key: Key) -> tuple[Expect | None, Destination | None]:
+        """What a decode asked for before our half was there."""
+        return self.asked.pop(key, None), self.early.pop(key, None)
+
     def forget_decode(self, instance: str) -> None:
         for memory in (self.early, self.asked):
             for key in [k for k, m in memory.items() if m.instance == instance]:
                 del memory[key]
+
+
+class Vanished:
+    """Rooms whose slot was cleared before we read how they ended: quiet, then, and the message that
+    says how is on its way, or lost with the process that sent it."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[tuple[int, int], Room] = {}  # by slot and generation
+        self._by_theirs: dict[Theirs, Room] = {}
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def __contains__(self, theirs: Theirs) -> bool:
+        return theirs in self._by_theirs
+
+    def add(self, room: Room, now_ns: int) -> None:
+        room.vanished_ns = now_ns
+        self._rooms[room.handle[1:]] = room
+        if room.theirs != NOBODY:
+            self._by_theirs[room.theirs] = room
+
+    def pop(self, slot: int, generation: int) -> Room | None:
+        room = self._rooms.pop((slot, generation), None)
+        if room is not None and self._by_theirs.get(room.theirs) is room:
+            del self._by_theirs[room.theirs]
+        return room
+
+    def take_silent(self, now_ns: int) -> list[Room]:
+        """Those of which nobody has said how they ended."""
+        due_ns = now_ns - VANISHED_NS
+        silent = [room for room in self._rooms.values() if room.vanished_ns <= due_ns]
+        for room in silent:
+            self.pop(*room.handle[1:])
+        return silent

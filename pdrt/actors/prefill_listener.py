@@ -11,8 +11,10 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pdrt.actors.decodes import Decode, Decodes, worker_link
-from pdrt.actors.past import NOBODY, Past, Room, theirs_of
+from pdrt.actors.decodes import Decodes, worker_link
+from pdrt.actors.past import NOBODY, Past, Room, Vanished, theirs_of
+from pdrt.actors.prefill_failing import Failing
+from pdrt.actors.taken import Taken
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.mailbox import Address, Postman
@@ -34,13 +36,13 @@ from pdrt.protocol.messages import (
     Opened,
     PeerWarm,
     WorkerUp,
+    session_of,
 )
 from pdrt.protocol.peers import instance_digest, transport_code
 from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason, told_by_peer
 from pdrt.shm_status import STATE_MASK, Handle, StatusTable
 
 SCAN_NS = 20 * MILLISECOND_NS
-VANISHED_NS = 100 * MILLISECOND_NS  # how long the end of a cleared room may be under way to us
 SHM = transport_code("shm")
 
 
@@ -61,7 +63,6 @@ class PrefillListener:
         self._layout = layout
         self._table = table
         self._mailbox = mailbox
-        self._timeouts = timeouts
         self._wake = wake
         self._decodes = Decodes(
             instance=instance,
@@ -73,9 +74,12 @@ class PrefillListener:
         )
         self._rooms: dict[int, Room] = {}  # by slot
         self._by_id: dict[tuple[int, int], Room] = {}  # (room, rank), while they have no verdict
-        self._failing: dict[Handle, Room] = {}  # failed, and decode has yet to know all of it
-        self._vanished: dict[tuple[int, int], Room] = {}  # by slot and generation
-        self._past = Past(to_ns(timeouts.bootstrap_s))
+        self._seen: dict[int, int] = {}  # slot -> generation of the last room that we took note of
+        self._session = session_of(instance, table.me.incarnation)
+        self._past = Past(self._session, to_ns(timeouts.bootstrap_s))
+        self._taken = Taken()
+        self._vanished = Vanished()
+        self._failing = Failing(table, mailbox, timeouts, self._decodes, self._past)
         self._scanned_ns = 0  # 0: never, so rooms may be open or failed that we have not seen
 
     # --- messages --------------------------------------------------------------------------------
@@ -98,7 +102,7 @@ class PrefillListener:
             case Abort():
                 self._on_abort(sender, message, now_ns)
             case AbortTaken():
-                self._on_abort_taken(message)
+                self._failing.taken(message)
             case Expect():
                 self._on_expect(sender, message, now_ns)
             case Hello():
@@ -145,15 +149,18 @@ class PrefillListener:
         word = self._table.read(handle.slot, handle.generation)
         if word is None or rank >= self._layout.ranks:
             return
+        over = word.state not in OPEN
+        if over and (word.state is not KVPoll.Failed or self._scanned_ns):
+            return  # failed since our first scan: whoever ended it says so, or decode asks
+        self._seen[handle.slot] = handle.generation
         room = Room(handle, rank, by_shm=self._table.transport(handle.slot) == SHM)
-        if word.state not in OPEN:
-            if word.state is KVPoll.Failed and not self._scanned_ns:
-                self._fail(room, word.reason, now_ns)
+        if over:
+            self._fail(room, word.reason, now_ns)
             return
         self._rooms[handle.slot] = self._by_id[room.key] = room
         past = self._past
         past.unclaimed.pop(room.key, None)
-        asked, early = past.asked.pop(room.key, None), past.early.pop(room.key, None)
+        asked, early = past.take_questions(room.key)
         if asked is not None:
             room.theirs = theirs_of(asked)
         if early is not None:
@@ -167,59 +174,43 @@ class PrefillListener:
         if decode is None:
             self._decodes.resync(sender)
             return
+        if destination.session != self._session:
+            # For a predecessor of ours.  If the room is still open, decode sends it again for us.
+            self._decodes.resync(sender)
+            return
         if self._answer_past(sender, destination, now_ns):
             return
         key = (destination.room, destination.rank)
         room = self._by_id.get(key)
-        reason = self._refusal(destination, decode)
-        if self._is_taken(room, destination) or (room is None and self._past.full):
+        reason = decode.refusal(destination)
+        theirs = theirs_of(destination)
+        if self._past.is_for_another(room, destination) or (room is None and self._past.full):
             reason = Reason.PEER_REFUSED
         if reason is not Reason.NONE:
             if room is not None and room.destination is None:
-                room.theirs = theirs_of(destination)
+                room.theirs = theirs
                 self._fault(room, reason, now_ns, tell=False)
-            abort = self._abort_for(destination, reason, quiet=True)
-            self._past.remember(self._past.over, theirs_of(destination), abort)
+            abort = self._past.abort_of(key, theirs, reason, quiet=True)
+            self._past.remember(self._past.over, theirs, abort)
             self._mailbox.post(sender, abort)
             return
         if room is None:
             self._past.keep_early(key, destination, now_ns)
         else:
             self._match(room, destination, now_ns)
-        taken = DestinationTaken(destination.slot, destination.generation)
+        taken = DestinationTaken(destination.slot, destination.generation, destination.instance)
         self._mailbox.post(sender, taken)
-
-    def _is_taken(self, room: Room | None, destination: Destination) -> bool:
-        """Does another decode, or another room of this one, have that id?"""
-        theirs = theirs_of(destination)
-        if room is not None:
-            return room.destination is not None and room.theirs != theirs
-        early = self._past.early.get((destination.room, destination.rank))
-        return early is not None and early.instance != destination.instance
-
-    @staticmethod
-    def _refusal(destination: Destination, decode: Decode) -> Reason:
-        """Pages or aux row that the decode's own introduction does not have?"""
-        agent = decode.agent(destination.rank)
-        if agent is None or len(destination.pages) % 4 or destination.aux_index >= agent.aux_rows:
-            return Reason.BAD_DESTINATION
-        pages = np.frombuffer(destination.pages, dtype="<i4")
-        if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < agent.pages_count:
-            return Reason.BAD_DESTINATION
-        return Reason.NONE
-
-    @staticmethod
-    def _abort_for(asked: Destination | Expect, reason: int, *, quiet: bool) -> Abort:
-        return Abort(
-            asked.room, asked.rank, asked.slot, asked.generation, asked.instance, reason, quiet
-        )
 
     def _match(self, room: Room, destination: Destination, now_ns: int) -> None:
         if room.destination is not None:
             return
         handle = room.handle
-        decode = self._decodes.get(destination.instance)
-        room.destination, room.theirs = destination, theirs_of(destination)
+        decode, theirs = self._decodes.get(destination.instance), theirs_of(destination)
+        if not self._taken.take(destination, handle):  # a late copy, of a room that is long over
+            lost = self._past.abort_of(room.key, theirs, Reason.PEER_LOST, quiet=False)
+            self._past.remember(self._past.over, theirs, lost)
+            return
+        room.destination, room.theirs = destination, theirs
         code = transport_code(decode.transport(destination.rank) if decode is not None else "")
         room.by_shm = code == SHM
         self._table.set_path(handle.slot, code, instance_digest(destination.instance))
@@ -244,14 +235,14 @@ class PrefillListener:
     def _answer_past(self, sender: Address, asked: Destination | Expect, now_ns: int) -> bool:
         """Answer for a room that is over here.  False if nothing is remembered of it."""
         theirs = theirs_of(asked)
-        if any(room.theirs == theirs for room in self._vanished.values()):
+        if theirs in self._vanished:
             return True  # in a moment we shall know
         if theirs not in self._past.over:
             room = self._past.unclaimed.pop((asked.room, asked.rank), None)
             if room is None:
                 return False
             room.theirs = theirs
-            self._claim(room, now_ns, tell=True)
+            self._failing.claim(room, now_ns, tell=True)
         self._mailbox.post(sender, self._past.over[theirs])
         return True
 
@@ -270,7 +261,8 @@ class PrefillListener:
             return
         if expect.sent:
             # We took its destination once and do not know the room: it is over, how is forgotten.
-            self._mailbox.post(sender, self._abort_for(expect, Reason.PEER_LOST, quiet=False))
+            lost = self._past.abort_of(key, theirs, Reason.PEER_LOST, quiet=False)
+            self._mailbox.post(sender, lost)
         elif room is None:
             self._past.remember(self._past.asked, key, expect)
 
@@ -286,12 +278,13 @@ class PrefillListener:
             self._fault(room, told_by_peer(abort.reason), now_ns, tell=False)
         elif (failed := past.unclaimed.pop(key, None)) is not None:
             failed.theirs = theirs
-            self._claim(failed, now_ns, tell=False)
+            self._failing.claim(failed, now_ns, tell=False)
         else:
             past.give_up(key, abort, now_ns, opened=room is not None)
         over = past.over.get(theirs)
         quiet = over.quiet if isinstance(over, Abort) else True
-        self._mailbox.post(sender, AbortTaken(*key, *theirs[1:], theirs[0], quiet))
+        taken = AbortTaken(*key, *theirs[1:], theirs[0], quiet, self._session)
+        self._mailbox.post(sender, taken)
 
     # --- a room ends -----------------------------------------------------------------------------
 
@@ -307,8 +300,9 @@ class PrefillListener:
     def _on_ended(self, ended: Ended, now_ns: int) -> None:
         room = self._rooms.get(ended.slot)
         if room is None or room.handle.generation != ended.generation:
-            room = self._vanished.pop((ended.slot, ended.generation), None)
+            room = self._vanished.pop(ended.slot, ended.generation)
         if room is None:
+            self._on_unseen(ended, now_ns)
             return
         if self._table.read(ended.slot, ended.generation) is not None:
             self._look(room, now_ns)
@@ -319,25 +313,32 @@ class PrefillListener:
             self._succeed(room)
 
     def _on_fenced(self, fenced: Fenced, now_ns: int) -> None:
-        mine = fenced.slot, fenced.generation
-        rooms = [*self._failing.values(), *filter(None, [self._rooms.get(fenced.slot)])]
-        for room in [*rooms, *self._past.unclaimed.values()]:
-            if room.handle[1:] == mine:
-                room.fenced = True
-                self._look(room, now_ns)
-                if room.failed and room.theirs != NOBODY and not room.told_quiet:
-                    self._tell(room, now_ns)
-                return
+        room = self._rooms.get(fenced.slot)
+        if room is not None and room.handle.generation == fenced.generation:
+            room.fenced = True
+            self._look(room, now_ns)
+        else:
+            self._failing.fenced(fenced, now_ns)
+
+    def _on_unseen(self, ended: Ended, now_ns: int) -> None:
+        """A room was opened and failed without our seeing it open: perhaps there was no listener.
+        The decode that waits for it, or will, is told all the same."""
+        if self._seen.get(ended.slot, -1) >= ended.generation or not ended.failed:
+            return  # old news
+        self._seen[ended.slot] = ended.generation
+        room = Room(Handle(ended.room, ended.slot, ended.generation), ended.rank)
+        room.fenced = ended.untouched
+        asked, early = self._past.take_questions(room.key)
+        if (question := early or asked) is not None:
+            room.theirs = theirs_of(question)
+        self._fail(room, Reason(ended.reason), now_ns)
 
     def _look(self, room: Room, now_ns: int, *, tell: bool = True) -> None:
         """Read the truth about a room."""
         word = self._table.read(room.handle.slot, room.handle.generation)
         if word is None:
-            # Cleared, so it was quiet; the message that says how it ended is on its way, or lost
-            # with the process that sent it, and then decode will ask.
             self._leave(room)
-            room.vanished_ns = now_ns
-            self._vanished[room.handle[1:]] = room
+            self._vanished.add(room, now_ns)
         elif word.state is KVPoll.Success:
             self._succeed(room)
         elif word.state is KVPoll.Failed and not room.failed:
@@ -351,64 +352,8 @@ class PrefillListener:
             self._past.succeed(room, moved_bytes)
 
     def _fail(self, room: Room, reason: Reason, now_ns: int, *, tell: bool = True) -> None:
-        room.failed, room.reason = True, reason
-        handle = room.handle
-        room.fenced |= self._is_quiet(room)
         self._leave(room)
-        if not room.fenced:
-            ended = Ended(handle.slot, handle.generation, failed=True, reason=reason)
-            self._mailbox.post(worker_link(room.rank), ended)
-        if room.theirs == NOBODY:  # no decode has asked for it yet; one will
-            self._past.remember(self._past.unclaimed, room.key, room)
-        else:
-            self._claim(room, now_ns, tell=tell)
-
-    def _claim(self, room: Room, now_ns: int, *, tell: bool) -> None:
-        """A failed room and its decode have met."""
-        self._past.fail(room)
-        room.abort_until_ns = now_ns + to_ns(self._timeouts.quiet_s)
-        self._failing[room.handle] = room
-        if tell:
-            self._tell(room, now_ns)
-        elif room.fenced:
-            room.told_quiet = True
-            del self._failing[room.handle]
-
-    def _is_quiet(self, room: Room) -> bool:
-        """Can nothing of a failed room land at decode any more?  The table's quiet is about our
-        pages; it also follows our worker's death, which is a fence for decode's only with shm."""
-        handle = room.handle
-        word = self._table.read(handle.slot, handle.generation)
-        if word is None:  # cleared, so it was quiet
-            return room.by_shm
-        untouched = self._table.entered_ns(handle.slot)[KVPoll.Transferring] == 0
-        return untouched or (room.by_shm and word.quiet)
-
-    def _is_unquiet(self, room: Room) -> bool:
-        """Is a fence for it still to come?"""
-        word = self._table.read(room.handle.slot, room.handle.generation)
-        return word is not None and not word.quiet
-
-    def _tell(self, room: Room, now_ns: int) -> None:
-        """Tell decode that the room failed; repeated until it says that it knows."""
-        self._past.fail(room)
-        decode = self._decodes.get(room.theirs[0])
-        if decode is None:  # it will ask when it is back; then we should know of the fence
-            room.abort_due_ns = 0
-            if room.fenced:
-                self._failing.pop(room.handle, None)
-            return
-        room.told_quiet = room.fenced
-        room.abort_due_ns = now_ns + to_ns(self._timeouts.resend_s)
-        self._table.count(Counter.ABORTS_SENT)
-        self._mailbox.post(decode.address, self._past.over[room.theirs])
-
-    def _on_abort_taken(self, taken: AbortTaken) -> None:
-        theirs = theirs_of(taken)
-        for room in [r for r in self._failing.values() if r.theirs == theirs]:
-            room.abort_due_ns = 0
-            if taken.quiet and room.told_quiet:
-                del self._failing[room.handle]
+        self._failing.fail(room, reason, now_ns, tell=tell)
 
     def _leave(self, room: Room) -> None:
         """The room has its verdict: it is no longer among the open ones."""
@@ -447,18 +392,8 @@ class PrefillListener:
 
     def _repeat(self, now_ns: int) -> None:
         self._past.drop_unasked(now_ns)
-        for room in list(self._failing.values()):
-            if not room.fenced and self._is_quiet(room):
-                room.fenced = True
-                self._tell(room, now_ns)
-            elif now_ns >= room.abort_until_ns and (room.fenced or not self._is_unquiet(room)):
-                del self._failing[room.handle]
-            elif room.abort_due_ns and now_ns >= room.abort_due_ns:
-                self._table.count(Counter.RESENDS)
-                self._tell(room, now_ns)
-        for key, room in list(self._vanished.items()):
-            if now_ns - room.vanished_ns >= VANISHED_NS:
-                del self._vanished[key]
-                if room.theirs != NOBODY:
-                    room.reason = Reason.PEER_LOST
-                    self._past.fail(room)
+        self._failing.repeat(now_ns)
+        for room in self._vanished.take_silent(now_ns):
+            if room.theirs != NOBODY:
+                room.reason = Reason.PEER_LOST
+                self._past.fail(room)

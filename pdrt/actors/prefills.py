@@ -31,6 +31,7 @@ from pdrt.protocol.messages import (
     Introduction,
     Resync,
     WorkerUp,
+    session_of,
 )
 from pdrt.protocol.states import Reason
 from pdrt.shm_status import StatusTable
@@ -58,6 +59,7 @@ class Prefill:
     used_ns: int
     due_ns: int  # of the next hello or introduction
     instance: str = ""
+    session: str = ""  # the incarnation of its listener that answered our hello
     transport: str = ""
     refusal: Reason = Reason.NONE
     detail: str = ""
@@ -126,6 +128,7 @@ class Prefills:
     def on_hello_reply(self, prefill: Prefill, reply: HelloReply, now_ns: int) -> None:
         prefill.heard_ns = now_ns
         prefill.instance = reply.instance
+        prefill.session = session_of(reply.instance, reply.epoch)
         if reply.refusal:
             detail = reply.detail
             if reply.layout:

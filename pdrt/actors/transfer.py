@@ -19,16 +19,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from msgspec.structs import replace
 
 from pdrt.actors.base import Throttle
-from pdrt.clock import MILLISECOND_NS, to_ns
+from pdrt.actors.news import News
+from pdrt.actors.paths import LISTENER, Path, Paths, tables
+from pdrt.actors.taken import Taken
+from pdrt.clock import MILLISECOND_NS
 from pdrt.config import Timeouts
 from pdrt.errors import QueueFull
 from pdrt.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import AUX_ROW_BYTES, RegionMap
 from pdrt.protocol.messages import (
-    Agent,
     AnyMessage,
     Chunk,
     Deliver,
@@ -39,44 +42,17 @@ from pdrt.protocol.messages import (
     NewsTaken,
     PeerGone,
     PeerUp,
-    PeerWarm,
     WorkerUp,
 )
 from pdrt.protocol.states import OPEN, Event, KVPoll, Reason
 from pdrt.shm_status import Handle, StatusTable
-from pdrt.transports.base import Grid, Indices, TransferState, Transport, TransportError
-from pdrt.transports.choose import choose
+from pdrt.transports.base import Indices, TransferState, Transport, TransportError
 
-LISTENER = "listener"
 SPINS = 200  # polls without sleep after the last progress; then a millisecond at a time
-NEWS_MAX = 65536  # verdicts not yet acknowledged; the oldest is dropped, its peer will ask
 CHECK_NS = 20 * MILLISECOND_NS
 ANNOUNCE_NS = 250 * MILLISECOND_NS
 
 log = logging.getLogger("pdrt.worker")
-
-
-def tables(region: RegionMap, pages_count: int, aux_rows: int) -> list[Grid]:
-    """The items of a region: its pages, then its aux rows.  Item n < pages_count is page n."""
-    page = region.page_bytes
-    return [
-        Grid(0, page, page, pages_count),
-        Grid(pages_count * page, AUX_ROW_BYTES, AUX_ROW_BYTES, aux_rows),
-    ]
-
-
-@dataclass(slots=True)
-class Peer:
-    """One rank of a decode, as this worker reaches it."""
-
-    agent: Agent
-    instance: str
-    name: str  # of the agent: unique for each of its incarnations
-    link: str
-    transport: Transport | None
-    warming: int | None  # handle of the connect
-    remote: int = -1  # prepared table
-    detail: str = ""
 
 
 @dataclass(slots=True)
@@ -86,7 +62,7 @@ class Room:
     next_index: int = 0
     destination: Destination | None = None
     remote_pages: Indices | None = None
-    peer: Peer | None = None  # since the first write
+    path: Path | None = None  # since the first write
     inflight: list[tuple[int, int]] = field(default_factory=list)  # (transport handle, bytes)
     last_posted: bool = False
     moved_bytes: int = 0
@@ -94,16 +70,6 @@ class Room:
     fence: int | None = None
     ending: bool = False
     broken: bool = False  # a write FAILED: what of it landed, only a fence can settle
-
-
-@dataclass(slots=True)
-class News:
-    """A Landed that its peer has not acknowledged."""
-
-    message: Landed
-    due_ns: int
-    until_ns: int
-    pause_ns: int
 
 
 class TransferWorker:
@@ -123,20 +89,20 @@ class TransferWorker:
         self._region = region
         self._transports = {name: transport for name, (transport, _) in transports.items()}
         self._offers = {name: metadata for name, (_, metadata) in transports.items()}
-        self._preferred = preferred
         self._table = table
         self._mailbox = mailbox
-        self._timeouts = timeouts
         self._wake = wake
         self._local = {
             name: transport.prepare(None, tables(region, region.pages_count, region.aux_rows))
             for name, transport in self._transports.items()
         }
-        self._peers: dict[str, Peer] = {}  # by instance
-        self._leaving: list[Peer] = []  # gone or replaced, and still named by a room that ends
+        self._paths = Paths(
+            region=region, transports=self._transports, preferred=preferred, mailbox=mailbox
+        )
+        self._news = News(table, mailbox, timeouts)
+        self._taken = Taken()
         self._rooms: dict[int, Room] = {}  # by slot
         self._active: dict[int, Room] = {}  # those with something in flight, or ending
-        self._news: dict[tuple[Address, int, int], News] = {}
         self._announced_ns = self._checked_ns = 0
         self._spins = SPINS
         self._may_log = Throttle()
@@ -150,16 +116,15 @@ class TransferWorker:
             case Deliver():
                 self._on_deliver(message, now_ns)
             case NewsTaken():
-                self._news.pop((sender, message.slot, message.generation), None)
+                self._news.taken(sender, message)
             case Ended():
                 room = self._rooms.get(message.slot)
                 if room is not None and room.handle.generation == message.generation:
                     self._check(room, now_ns)
             case PeerUp():
-                self._on_peer_up(message, now_ns)
+                self._lose(self._paths.up(message), now_ns)
             case PeerGone():
-                if (peer := self._peers.pop(message.instance, None)) is not None:
-                    self._dismiss(peer, now_ns)
+                self._lose(self._paths.gone(message.instance), now_ns)
             case _:
                 self._table.count(Counter.LATE)
 
@@ -193,8 +158,12 @@ class TransferWorker:
         room = self._room(destination.room, deliver.slot, deliver.generation)
         if room is None:
             return
+        if not self._taken.take(destination, room.handle):
+            self._fault(room, Reason.PEER_LOST, now_ns)
+            return
         if room.destination is not None:
-            if room.destination != destination:  # bytes of one room go to one place
+            # Sent again, perhaps by another listener; bytes of one room go to one place.
+            if room.destination != replace(destination, session=room.destination.session):
                 self._fault(room, Reason.PEER_LOST, now_ns)
             return
         room.destination = destination
@@ -203,77 +172,11 @@ class TransferWorker:
 
     # --- peers -----------------------------------------------------------------------------------
 
-    def _on_peer_up(self, up: PeerUp, now_ns: int) -> None:
-        name = f"{up.instance}.{up.agent.rank}#{up.agent.epoch}"
-        known = self._peers.get(up.instance)
-        if known is None or known.name != name or known.transport is None:
-            if known is not None:
-                self._dismiss(known, now_ns)
-            known = self._peers[up.instance] = self._return(name) or self._connect(name, up)
-        self._mailbox.link(known.link, f"tcp://{up.control}", from_peer=True)
-        if known.warming is None:
-            self._report(known)
-
-    def _return(self, name: str) -> Peer | None:
-        """The same agent is back before the rooms it left were quiet: its path is still there."""
-        for peer in self._leaving:
-            if peer.name == name and peer.transport is not None:
-                self._leaving.remove(peer)
-                return peer
-        return None
-
-    def _connect(self, name: str, up: PeerUp) -> Peer:
-        link = f"peer:{up.instance}"
-        peer = Peer(up.agent, up.instance, name, link, None, None)
-        try:
-            choice = choose(
-                list(self._offers),
-                list(up.agent.offers),
-                preferred=self._preferred,
-                same_host=up.same_host,
-            )
-            transport = self._transports[choice.name]
-            peer.warming = transport.connect(name, up.agent.offers[choice.name])
-            peer.transport = transport
-            peer.remote = transport.prepare(
-                name, tables(self._region, up.agent.pages_count, up.agent.aux_rows)
-            )
-        except (TransportError, QueueFull) as error:
-            peer.transport = None
-            peer.warming = None
-            peer.detail = str(error)
-        return peer
-
-    def _warm(self, peer: Peer, now_ns: int) -> None:
-        assert peer.transport is not None
-        assert peer.warming is not None
-        state = peer.transport.poll(peer.warming)
-        if state is TransferState.PENDING:
-            return
-        peer.transport.release(peer.warming)
-        peer.warming = None
-        if state is TransferState.FAILED:
-            peer.transport.disconnect(peer.name)
-            peer.transport = None
-            peer.detail = "the first transfer to it failed"
-        self._report(peer)
-        for room in list(self._rooms.values()):
-            if room.destination is not None and room.destination.instance == peer.instance:
-                self._post(room, now_ns)
-
-    def _report(self, peer: Peer) -> None:
-        name = peer.transport.name if peer.transport is not None else ""
-        self._mailbox.post(
-            LISTENER,
-            PeerWarm(peer.instance, self._region.rank, peer.agent.epoch, name, peer.detail),
-        )
-
-    def _dismiss(self, peer: Peer, now_ns: int) -> None:
-        """The agent is gone or was replaced: its rooms fail, and it is forgotten when they are
-        quiet."""
-        self._leaving.append(peer)
-        for room in [r for r in self._rooms.values() if r.peer is peer]:
-            self._fault(room, Reason.PEER_LOST, now_ns)
+    def _lose(self, path: Path | None, now_ns: int) -> None:
+        """The agent is gone or was replaced: its rooms fail."""
+        if path is not None:
+            for room in [r for r in self._rooms.values() if r.path is path]:
+                self._fault(room, Reason.PEER_LOST, now_ns)
 
     # --- writing ---------------------------------------------------------------------------------
 
@@ -282,14 +185,14 @@ class TransferWorker:
         destination = room.destination
         if destination is None or not room.chunks or room.ending:
             return
-        peer = self._peers.get(destination.instance)
-        if peer is None or peer.agent.epoch != destination.agent_epoch or peer.warming is not None:
+        path = self._paths.get(destination.instance)
+        if path is None or path.agent.epoch != destination.agent_epoch or not path.reported:
             return  # not introduced yet; the room's deadline bounds the wait
-        if peer.transport is None:
+        if path.transport is None:
             self._fault(room, Reason.TRANSPORT_FAILED, now_ns)
             return
         chunks, room.chunks = room.chunks, []
-        room.peer = peer
+        room.path = path
         handle = room.handle
         for chunk in chunks:
             if not self._table.move(
@@ -302,7 +205,7 @@ class TransferWorker:
                 self._check(room, now_ns)
                 return
             try:
-                self._write(room, peer, peer.transport, chunk, destination)
+                self._write(room, path, path.transport, chunk, destination)
             except (TransportError, QueueFull) as error:
                 if self._may_log(now_ns):
                     log.warning("room=%d write refused: %s", handle.room, error)
@@ -315,7 +218,7 @@ class TransferWorker:
         self._advance(room, now_ns)
 
     def _write(
-        self, room: Room, peer: Peer, transport: Transport, chunk: Chunk, destination: Destination
+        self, room: Room, path: Path, transport: Transport, chunk: Chunk, destination: Destination
     ) -> None:
         assert room.remote_pages is not None
         local = np.frombuffer(chunk.pages, dtype="<i4")
@@ -328,17 +231,17 @@ class TransferWorker:
         length_bytes = len(local) * self._region.page_bytes
         if chunk.last:
             local = np.append(local, np.int32(self._region.pages_count + chunk.aux_index))
-            remote = np.append(remote, np.int32(peer.agent.pages_count + destination.aux_index))
+            remote = np.append(remote, np.int32(path.agent.pages_count + destination.aux_index))
             length_bytes += AUX_ROW_BYTES
             room.last_posted = True
-        posted = transport.write(peer.name, self._local[transport.name], local, peer.remote, remote)
+        posted = transport.write(path.name, self._local[transport.name], local, path.remote, remote)
         room.inflight.append((posted, length_bytes))
 
     def _advance(self, room: Room, now_ns: int) -> bool:
         """See what has landed; give the verdict when all has.  True if something moved."""
-        assert room.peer is not None
-        assert room.peer.transport is not None
-        transport, handle = room.peer.transport, room.handle
+        assert room.path is not None
+        assert room.path.transport is not None
+        transport, handle = room.path.transport, room.handle
         pending: list[tuple[int, int]] = []
         for posted, length_bytes in room.inflight:
             state = transport.poll(posted)
@@ -366,32 +269,20 @@ class TransferWorker:
         return moved
 
     def _conclude(self, room: Room, now_ns: int) -> None:
-        handle, destination, peer = room.handle, room.destination, room.peer
+        handle, destination, path = room.handle, room.destination, room.path
         assert destination is not None
-        assert peer is not None
+        assert path is not None
         if not self._table.move(handle.slot, handle.generation, Event.LANDED, now_ns=now_ns):
             self._check(room, now_ns)
             return
         del self._rooms[handle.slot]
         self._table.count(Counter.BYTES_MOVED, room.moved_bytes)
         self._table.count(Counter.CHUNKS_MOVED, room.chunks_moved)
-        landed = Landed(
-            handle.room,
-            destination.rank,
-            destination.slot,
-            destination.generation,
-            room.moved_bytes,
-            room.chunks_moved,
-        )
-        if len(self._news) >= NEWS_MAX:
-            del self._news[next(iter(self._news))]
-        pause_ns = to_ns(self._timeouts.resend_s)
-        self._news[peer.link, destination.slot, destination.generation] = News(
-            landed, now_ns + pause_ns, now_ns + to_ns(self._timeouts.stall_s), pause_ns
-        )
-        self._mailbox.post(peer.link, landed)
-        self._mailbox.post(LISTENER, Ended(handle.slot, handle.generation, failed=False))
-        self._wake(self._table.opener_row(handle.slot))
+        theirs = destination.slot, destination.generation
+        moved = room.moved_bytes, room.chunks_moved
+        landed = Landed(handle.room, destination.rank, *theirs, *moved, destination.instance)
+        self._news.tell(path.link, landed, now_ns)
+        self._tell_end(room, failed=False)
 
     # --- ending ----------------------------------------------------------------------------------
 
@@ -400,10 +291,14 @@ class TransferWorker:
         if self._table.move(
             handle.slot, handle.generation, Event.FAULT, now_ns=now_ns, reason=reason
         ):
-            ended = Ended(handle.slot, handle.generation, failed=True, reason=reason)
-            self._mailbox.post(LISTENER, ended)
-            self._wake(self._table.opener_row(handle.slot))
+            self._tell_end(room, failed=True, reason=reason)
         self._check(room, now_ns)
+
+    def _tell_end(self, room: Room, *, failed: bool, reason: Reason = Reason.NONE) -> None:
+        id_, slot, generation = room.handle
+        ended = Ended(slot, generation, failed, reason, room=id_, rank=self._region.rank)
+        self._mailbox.post(LISTENER, ended)
+        self._wake(self._table.opener_row(slot))
 
     def _check(self, room: Room, now_ns: int) -> None:
         """Has somebody ended the room?  Then make it quiet."""
@@ -427,19 +322,19 @@ class TransferWorker:
             self._start_fence(room)
 
     def _start_fence(self, room: Room) -> None:
-        assert room.peer is not None
-        assert room.peer.transport is not None
+        assert room.path is not None
+        assert room.path.transport is not None
         try:
-            room.fence = room.peer.transport.fence(room.peer.name)
+            room.fence = room.path.transport.fence(room.path.name)
             self._table.count(Counter.FENCES)
         except (TransportError, QueueFull):
             room.fence = None  # the path is gone: wait for the writes themselves to end
 
     def _quieten(self, room: Room) -> bool:
         """Follow the fence of an ending room.  True when it is over."""
-        assert room.peer is not None
-        assert room.peer.transport is not None
-        transport = room.peer.transport
+        assert room.path is not None
+        assert room.path.transport is not None
+        transport = room.path.transport
         fence = TransferState.FAILED if room.fence is None else transport.poll(room.fence)
         if fence is TransferState.PENDING:
             return False
@@ -477,50 +372,28 @@ class TransferWorker:
         moved = False
         for room in list(self._active.values()):
             moved |= self._quieten(room) if room.ending else self._advance(room, now_ns)
-        warming = [p for p in self._peers.values() if p.warming is not None]
-        for peer in warming:
-            self._warm(peer, now_ns)
+        for path in self._paths.take_open():
+            for room in list(self._rooms.values()):
+                if room.destination is not None and room.destination.instance == path.instance:
+                    self._post(room, now_ns)
         for transport in self._transports.values():
             transport.progress()
         if now_ns - self._checked_ns >= CHECK_NS:
             self._checked_ns = now_ns
             for room in list(self._rooms.values()):
                 self._check(room, now_ns)
-            self._repeat_news(now_ns)
-            self._let_go()
+            self._news.repeat(now_ns)
+            self._paths.let_go([room.path for room in self._active.values()])
         if now_ns - self._announced_ns >= ANNOUNCE_NS:
             self._announced_ns = now_ns
             up = WorkerUp(self._region.rank, self._table.me.incarnation, self._offers)
             self._mailbox.post(LISTENER, up)
         if moved:
             self._spins = 0
-        if not self._active and not warming:
+        if not self._active and not self._paths.connecting:
             return 20
         self._spins += 1
         return 0 if self._spins < SPINS else 1
-
-    def _repeat_news(self, now_ns: int) -> None:
-        for key, news in list(self._news.items()):
-            if now_ns >= news.until_ns:
-                del self._news[key]
-            elif now_ns >= news.due_ns:
-                news.due_ns = now_ns + news.pause_ns
-                news.pause_ns = min(2 * news.pause_ns, 1000 * MILLISECOND_NS)
-                self._mailbox.post(key[0], news.message)
-                self._table.count(Counter.RESENDS)
-
-    def _let_go(self) -> None:
-        """Disconnect agents that no ending room needs any more."""
-        for peer in list(self._leaving):
-            if any(room.peer is peer for room in self._active.values()):
-                continue
-            self._leaving.remove(peer)
-            if peer.transport is not None:
-                if peer.warming is not None:
-                    peer.transport.release(peer.warming)
-                peer.transport.disconnect(peer.name)
-            if peer.instance not in self._peers:
-                self._mailbox.unlink(peer.link)
 
     def close(self) -> None:
         for transport in self._transports.values():

@@ -18,8 +18,7 @@ class KVReceiver(KVRoom):
     """init, poll until WaitingForInput, send_metadata, poll until the verdict."""
 
     def __init__(self, room: int, handles: Sequence[Handle], desk: Desk, peer: str) -> None:
-        super().__init__(room, handles, desk)
-        self._peer = peer
+        super().__init__(room, handles, desk, peer=peer)
         self._destinations: list[Destination] = []
         self._resent_ns = self._pause_ns = 0
 
@@ -31,7 +30,7 @@ class KVReceiver(KVRoom):
 
     def _post_opened(self) -> None:
         for rank, handle in enumerate(self._handles):
-            opened = Opened(self.room, rank, handle.slot, handle.generation, self._peer)
+            opened = Opened(self.room, rank, handle.slot, handle.generation, self.peer)
             self._desk.mailbox.post(LISTENER, opened)
 
     def send_metadata(self, pages: NDArray[np.int32], aux_index: int) -> None:

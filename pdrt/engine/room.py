@@ -91,8 +91,10 @@ class Desk:
 class KVRoom:
     """See the module.  Made by KVManager."""
 
-    def __init__(self, room: int, handles: Sequence[Handle], desk: Desk) -> None:
+    def __init__(self, room: int, handles: Sequence[Handle], desk: Desk, *, peer: str = "") -> None:
+        """`peer`: on decode, prefill's "host:bootstrap_port"."""
         self.room = room
+        self.peer = peer
         self._handles = tuple(handles)  # by rank
         self._desk = desk
         self._table = desk.table
@@ -198,7 +200,7 @@ class KVRoom:
         if state is KVPoll.Success:
             return
         self._fault(Reason.RANK_FAILED, now_ns)
-        for h in self._handles:
+        for rank, h in enumerate(self._handles):
             word = self._table.read(h.slot, h.generation)
             if word is None or word.state is not KVPoll.Failed:
                 continue
@@ -206,7 +208,14 @@ class KVRoom:
                 self._reason, self._detail = word.reason, self._table.detail(h.slot)
             untouched = self._table.entered_ns(h.slot)[KVPoll.Transferring] == 0
             ended = Ended(
-                h.slot, h.generation, failed=True, reason=word.reason, untouched=untouched
+                h.slot,
+                h.generation,
+                failed=True,
+                reason=word.reason,
+                untouched=untouched,
+                room=self.room,
+                rank=rank,
+                peer=self.peer,
             )
             self._desk.mailbox.post(LISTENER, ended)
         self._desk.flush()

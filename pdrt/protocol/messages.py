@@ -112,7 +112,8 @@ class Resync(Message, frozen=True, array_like=True, tag=6):
 
 class Destination(Message, frozen=True, array_like=True, tag=10):
     """Decode -> prefill: where the KV of this room must land.  Sent again until
-    `DestinationTaken`, the room's end, or its deadline."""
+    `DestinationTaken`, the room's end, or its deadline.  `session` is the listener incarnation that
+    this copy is for (`session_of`); another one drops it, since the room may be over by then."""
 
     room: U63
     rank: U8
@@ -122,6 +123,7 @@ class Destination(Message, frozen=True, array_like=True, tag=10):
     agent_epoch: U31
     pages: bytes  # little-endian int32, one entry a page
     aux_index: U31
+    session: Text = ""
 
 
 class DestinationTaken(Message, frozen=True, array_like=True, tag=11):
@@ -129,6 +131,7 @@ class DestinationTaken(Message, frozen=True, array_like=True, tag=11):
 
     slot: Slot
     generation: U32
+    instance: Text = ""  # decode's
 
 
 class Expect(Message, frozen=True, array_like=True, tag=12):
@@ -147,7 +150,9 @@ class Expect(Message, frozen=True, array_like=True, tag=12):
 class Abort(Message, frozen=True, array_like=True, tag=13):
     """Either listener: this side gave the room up.  Sent again until `AbortTaken`; prefill sends it
     a second time with `quiet` once nothing of the room can land any more.  `slot` and `generation`
-    are decode's handle (slot -1 if prefill never learned it)."""
+    are decode's handle (slot -1 if prefill never learned it).  `session` is always an incarnation
+    of prefill's listener: from prefill the one that speaks, from decode the first that was sent the
+    destination ("" if decode does not know)."""
 
     room: U63
     rank: U8
@@ -156,10 +161,12 @@ class Abort(Message, frozen=True, array_like=True, tag=13):
     instance: Text  # decode's
     reason: U8
     quiet: bool = False
+    session: Text = ""
 
 
 class AbortTaken(Message, frozen=True, array_like=True, tag=14):
-    """Acknowledges an Abort.  `quiet` from prefill: no byte of the room can land any more."""
+    """Acknowledges an Abort.  `quiet` from prefill: no byte of the room can land any more, says the
+    listener incarnation `session`."""
 
     room: U63
     rank: U8
@@ -167,6 +174,7 @@ class AbortTaken(Message, frozen=True, array_like=True, tag=14):
     generation: U32
     instance: Text
     quiet: bool
+    session: Text = ""
 
 
 class Landed(Message, frozen=True, array_like=True, tag=15):
@@ -179,13 +187,15 @@ class Landed(Message, frozen=True, array_like=True, tag=15):
     generation: U32
     length_bytes: U63
     chunks: U31
+    instance: Text = ""  # decode's: another one may have its address by now
 
 
 class NewsTaken(Message, frozen=True, array_like=True, tag=17):
-    """Decode's listener -> prefill's worker: acknowledges Landed."""
+    """Decode's listener -> prefill's worker: acknowledges Landed.  Lost: it is sent again."""
 
     slot: Slot
     generation: U32
+    instance: Text = ""  # as in the Landed
 
 
 # --- local: engine, worker and listener of one tree ----------------------------------------------
@@ -204,13 +214,17 @@ class Opened(Message, frozen=True, array_like=True, tag=30):
 
 class Ended(Message, frozen=True, array_like=True, tag=31):
     """Engine -> listener, worker <-> listener: this room has its verdict.  A hint: whoever gets it
-    reads the table, and believes the message only where the slot was cleared already."""
+    reads the table, and believes the message only where the slot was cleared already.  It names the
+    room, and on decode the peer, for a listener that was not there while the room was open."""
 
     slot: Slot
     generation: U32
     failed: bool
     reason: U8 = 0
     untouched: bool = False  # no byte of it was ever posted
+    room: U63 = 0
+    rank: U8 = 0
+    peer: Text = ""  # from decode's engine: host:port of prefill's bootstrap port
 
 
 class Fenced(Message, frozen=True, array_like=True, tag=37):
@@ -274,6 +288,11 @@ class PeerGone(Message, frozen=True, array_like=True, tag=36):
     """Listener -> worker: forget this peer; its rooms have failed."""
 
     instance: Text
+
+
+def session_of(instance: str, epoch: int) -> str:
+    """Names one incarnation of a tree's listener: what it remembers ends with it."""
+    return f"{instance}#{epoch}"
 
 
 AnyMessage = (

@@ -13,12 +13,13 @@ ours can land any more.  When the peer's end of it closes, writes to the peer be
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import select
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from pdrt.memory.runs import merge_runs
 from pdrt.transports.base import TransferState, TransportError
@@ -35,13 +36,26 @@ if TYPE_CHECKING:
 
     from pdrt.transports.base import Grid, Indices, Region
 
-    FetchRegion = Callable[[str, str], tuple[int, int]]
+    OpenRegion = Callable[[str, str], "Fetch"]
 
 BUDGET_BYTES = 8 << 20
 INLINE_BYTES_MAX = 256 << 10  # about what one call of `write` may cost without being noticed
 RUNS_MAX = 4096  # in one call: many tiny runs cost more than their bytes
 
+log = logging.getLogger("pdrt.transports")
+
 Run = tuple[int, int, int]  # local offset, remote offset, length, in bytes
+
+
+class Fetch(Protocol):
+    """A peer's region on its way to us."""
+
+    def poll(self) -> tuple[int, int] | None:
+        """(region fd, connection fd), both the caller's to close; None: not yet.  Never waits, and
+        is bounded in time.  Raises OSError or TransportError."""
+
+    def close(self) -> None:
+        """Give up, before there is an answer."""
 
 
 @dataclass
@@ -67,6 +81,13 @@ class _Job:
     fence: bool = False
 
 
+@dataclass(frozen=True)
+class _Connecting:
+    fetch: Fetch
+    job: _Job
+    region_bytes: int
+
+
 class ShmTransport:
     """See the module, and `Transport` for the contract."""
 
@@ -77,18 +98,19 @@ class ShmTransport:
         *,
         address: str,
         key: str,
-        fetch_region: FetchRegion,
+        open_region: OpenRegion,
         budget_bytes: int = BUDGET_BYTES,
         handles_max: int = HANDLES_MAX,
     ) -> None:
         """address, key: where and as what our region is given out to peers.
-        fetch_region: (address, key) of a peer -> (region fd, connection fd), both ours to close;
-        must not wait long; raises OSError or TransportError.
+        open_region: (address, key) of a peer -> its region on its way, see Fetch; raises OSError or
+        TransportError.
         budget_bytes: copied at most in one call of `poll` or `progress`."""
-        self._address, self._key, self._fetch_region = address, key, fetch_region
+        self._address, self._key, self._open_region = address, key, open_region
         self._budget_bytes = budget_bytes
         self._ours: Mapped | None = None
         self._peers: dict[str, _Peer] = {}
+        self._connecting: dict[str, _Connecting] = {}
         self._tables = Tables[None]()
         self._jobs = Handles[_Job](handles_max)
         self._queue: deque[_Job] = deque()
@@ -110,9 +132,9 @@ class ShmTransport:
         )
 
     def connect(self, peer: str, metadata: bytes) -> int:
-        """See Transport.  Takes as long as `fetch_region`; the handle is DONE at once.
+        """See Transport.  PENDING until the region has come; FAILED if it does not.
 
-        Raises TransportError also if the peer is on another host, or its region could shrink."""
+        Raises TransportError also if the peer is on another host."""
         self._region(None)
         self._jobs.check_room()
         theirs = decode(metadata, ShmMetadata)
@@ -120,23 +142,31 @@ class ShmTransport:
             raise TransportError(f"{peer} is on another host; shm needs both ends on one")
         self.disconnect(peer)
         try:
-            region_fd, connection_fd = self._fetch_region(theirs.address, theirs.key)
+            fetch = self._open_region(theirs.address, theirs.key)
         except OSError as error:
             raise TransportError(f"{peer} does not give out its region: {error}") from error
+        job = _Job(peer, iter(()))
+        self._connecting[peer] = _Connecting(fetch, job, theirs.region_bytes)
+        return self._jobs.add(job)
+
+    def _connect_further(self, peer: str, connecting: _Connecting) -> None:
+        job = connecting.job
         try:
-            region = _map_sealed(region_fd, theirs.region_bytes)
-        except TransportError:
-            os.close(connection_fd)
-            raise
-        finally:
-            os.close(region_fd)
-        hangup = select.poll()
-        hangup.register(connection_fd, select.POLLRDHUP)
-        self._peers[peer] = _Peer(region, connection_fd, hangup)
-        return self._jobs.add(_Job(peer, iter(()), TransferState.DONE))
+            fetched = connecting.fetch.poll()
+            if fetched is None:
+                return
+            self._peers[peer] = _map_peer(*fetched, connecting.region_bytes)
+            job.state = TransferState.DONE
+        except (OSError, TransportError) as error:
+            log.warning("peer=%s does not give out its region: %s", peer, error)
+            job.state = TransferState.FAILED
+        del self._connecting[peer]
 
     def disconnect(self, peer: str) -> None:
         """See Transport.  Here it is a fence: nothing of ours can land afterwards."""
+        if (connecting := self._connecting.pop(peer, None)) is not None:
+            connecting.fetch.close()
+            connecting.job.state = TransferState.FAILED
         known = self._peers.pop(peer, None)
         if known is None:
             return
@@ -182,24 +212,26 @@ class ShmTransport:
         """See Transport.  Copies up to the budget, whichever write is first in the queue."""
         job = self._jobs.get(handle)
         if job.state is TransferState.PENDING:
-            self._copy_queued()
+            self.progress()
         return job.state
 
     def release(self, handle: int) -> None:
         """See Transport.  Here it is a cancel: the rest of the write is not copied."""
         job = self._jobs.pop(handle)
-        if job.state is TransferState.PENDING:
+        if job.state is TransferState.PENDING and job.peer in self._peers:
             self._queue.remove(job)
             self._peers[job.peer].queued -= 1
 
     def progress(self) -> None:
         """See Transport.  Incoming traffic moves without us; this copies up to the budget."""
+        for peer, connecting in list(self._connecting.items()):
+            self._connect_further(peer, connecting)
         if self._queue:
             self._copy_queued()
 
     def close(self) -> None:
         """See Transport.  Peers that mapped our region can write to it until they disconnect."""
-        for peer in list(self._peers):
+        for peer in [*self._peers, *self._connecting]:
             self.disconnect(peer)
         self._jobs.clear()
         self._tables.drop(None)
@@ -279,6 +311,19 @@ def _runs(
     begins = [0, *ends[:-1].tolist()]
     spans = zip(local.tolist(), remote.tolist(), begins, ends.tolist(), strict=True)
     return iter([(from_, to, end - begin) for from_, to, begin, end in spans])
+
+
+def _map_peer(region_fd: int, connection_fd: int, region_bytes: int) -> _Peer:
+    try:
+        region = _map_sealed(region_fd, region_bytes)
+    except TransportError:
+        os.close(connection_fd)
+        raise
+    finally:
+        os.close(region_fd)
+    hangup = select.poll()
+    hangup.register(connection_fd, select.POLLRDHUP)
+    return _Peer(region, connection_fd, hangup)
 
 
 def _map_sealed(fd: int, length_bytes: int) -> Mapped:

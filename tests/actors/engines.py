@@ -23,12 +23,12 @@ from pdrt.memory.aux import AuxRow, AuxRows
 from pdrt.memory.pages import PageAllocator, Pages
 from pdrt.protocol.layout import AUX_ROW_BYTES
 from pdrt.protocol.messages import AnyMessage, Opened
-from pdrt.protocol.states import TERMINAL, KVPoll, Reason
+from pdrt.protocol.states import TERMINAL, KVPoll, Reason, Role
 from pdrt.shm_status import Handle, Owner, StatusTable
 from tests.actors.post import Box
 from tests.actors.tree import Tree
 
-FREED = 0xEE
+FREED = {Role.PREFILL: 0xEE, Role.DECODE: 0xDD}  # else a free page could hide where it went
 UPKEEP_NS = 20 * MILLISECOND_NS
 
 
@@ -90,6 +90,7 @@ class Engine:
         self.jobs: dict[int, Job] = {}
         self.history: list[Job] = []
         self.plans: list[Plan] = []
+        self.freed = FREED[tree.role]
         self.pages: PageAllocator | None = None  # None: rooms of a predecessor are not quiet yet
         self.listener_seen = table.incarnation(LISTENER_ROW)
         self.workers_seen = [table.incarnation(FIRST_WORKER_ROW + m.rank) for m in tree.maps]
@@ -124,8 +125,8 @@ class Engine:
         self.pages = PageAllocator(self.tree.shape.pages_count)
         self.aux = AuxRows(self.tree.regions, self.tree.maps)
         for m in self.tree.maps:
-            self._grid(m.rank)[:] = FREED
-            self._aux_grid(m.rank)[:] = FREED
+            self._grid(m.rank)[:] = self.freed
+            self._aux_grid(m.rank)[:] = self.freed
         self.free_pages = np.ones(self.tree.shape.pages_count, bool)
         self.free_aux = np.ones(self.tree.shape.aux_rows, bool)
 
@@ -151,8 +152,8 @@ class Engine:
         self.free_pages[job.pages] = True
         self.free_aux[job.aux_index] = True
         for m in self.tree.maps:
-            self._grid(m.rank)[job.pages] = FREED
-            self._aux_grid(m.rank)[job.aux_index] = FREED
+            self._grid(m.rank)[job.pages] = self.freed
+            self._aux_grid(m.rank)[job.aux_index] = self.freed
         job.pages = None
 
     def check_freed(self) -> None:
@@ -160,9 +161,9 @@ class Engine:
         if self.pages is None:
             return
         for m in self.tree.maps:
-            dirty = (self._grid(m.rank)[self.free_pages] != FREED).any()
+            dirty = (self._grid(m.rank)[self.free_pages] != self.freed).any()
             assert not dirty, f"{self.tree.name}: bytes landed in free pages of rank {m.rank}"
-            dirty = (self._aux_grid(m.rank)[self.free_aux] != FREED).any()
+            dirty = (self._aux_grid(m.rank)[self.free_aux] != self.freed).any()
             assert not dirty, f"{self.tree.name}: bytes landed in a free aux row of rank {m.rank}"
 
     # --- rooms -----------------------------------------------------------------------------------

@@ -81,7 +81,8 @@ def leftovers(tree: Tree) -> list[str]:
             case DecodeListener():
                 fields = ["_rooms", "_failing"]
             case TransferWorker():
-                fields = ["_rooms", "_active", "_leaving", "_news"]
+                fields = ["_rooms", "_active", "_news"]
+                note(f"{process.name}.leaving", actor._paths.leaving_count)
                 assert process.transport is not None
                 note(f"{process.name} handles", len(list(process.transport._operations.values())))
             case Engine():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from pdrt.protocol.messages import Landed
@@ -12,13 +10,6 @@ from tests.actors.world import LAYOUT, World
 
 ABORT_MS = 100
 PHASES = ["before the peer", "Bootstrapping", "WaitingForInput", "Transferring"]
-
-
-@pytest.fixture(params=[False, True], ids=["nixl-like", "shm-like"])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(shm=request.param) as world:
-        yield world
-        world.settle()
 
 
 def verdict(world: World, name: str, room: int) -> KVPoll | None:
@@ -317,13 +308,14 @@ def test_another_instance_at_prefills_address_fails_old_rooms_at_once(world: Wor
 
 def test_another_instance_at_decodes_address_gets_no_news_of_the_old_one(world: World) -> None:
     moving(world)
+    before = world.trees["decode0"].instance
     world.replace("decode0")
     world.receive(7, pages_count=4)  # the same slot and generation as room 1 had
     world.send(7, mute=True)
     until_state(world, "prefill", 7, KVPoll.WaitingForInput)
     listener = world.trees["decode0"].processes["listener"]
     handle = world.job("decode0", 7).handles[0]
-    news = Landed(1, 0, handle.slot, handle.generation, 1, 1)
+    news = Landed(1, 0, handle.slot, handle.generation, 1, 1, before)
     listener.actor.handle(("control", b"ghost"), news, world.clock())
     assert verdict(world, "decode0", 7) is None
     world.run(10)

@@ -7,7 +7,7 @@ import contextlib
 import mmap
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,16 +19,18 @@ from pdrt.actors.boot import ENGINES_MAX, FIRST_ENGINE_ROW, FIRST_WORKER_ROW, LI
 from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.decodes import worker_link
 from pdrt.actors.janitor import Janitor
+from pdrt.actors.paths import LISTENER
 from pdrt.actors.prefill_listener import PrefillListener
-from pdrt.actors.transfer import LISTENER, TransferWorker
+from pdrt.actors.transfer import TransferWorker
 from pdrt.clock import MILLISECOND_NS, ManualClock, to_ns
 from pdrt.config import Timeouts
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.peers import instance_digest
 from pdrt.protocol.states import KVPoll, Role
 from pdrt.shm_status import Owner, StatusTable
-from pdrt.transports.base import Region
+from pdrt.transports.base import Region, TransportError
 from pdrt.transports.fake import FakeFabric, FakeTransport
+from pdrt.transports.metadata import FakeMetadata, decode
 from tests.actors.post import Box, Post
 
 SWEEP_NS = 50 * MILLISECOND_NS
@@ -36,10 +38,28 @@ ENGINE_ROW = FIRST_ENGINE_ROW
 assert ENGINES_MAX >= 1
 
 
+@dataclass
+class Fabric(FakeFabric):
+    """Knows which agents' workers are dead: their regions can be written to, and not mapped."""
+
+    buried: set[str] = field(default_factory=set)
+
+
 class ShmLike(FakeTransport):
-    """The fake with shm's quiet: the writer's death ends its writes, ours does not."""
+    """The fake with shm's quiet: the writer's death ends its writes, ours does not.  It ends what
+    can be mapped, as the attach server does."""
 
     name = "shm"
+
+    def __init__(self, fabric: Fabric) -> None:
+        super().__init__(fabric)
+        self._buried = fabric.buried
+
+    def connect(self, peer: str, metadata: bytes) -> int:
+        agent = decode(metadata, FakeMetadata).agent
+        if agent in self._buried:
+            raise TransportError(f"the worker of {agent} is gone")
+        return super().connect(peer, metadata)
 
 
 @dataclass(eq=False)
@@ -67,7 +87,7 @@ class Shape:
 
     layout: Layout
     timeouts: Timeouts
-    transport: type[FakeTransport]
+    transport: Callable[[Fabric], FakeTransport]
     rooms_max: int = 256
     pages_count: int = 64
     aux_rows: int = 32
@@ -85,7 +105,7 @@ class Tree:
         instance: str,
         shape: Shape,
         post: Post,
-        fabric: FakeFabric,
+        fabric: Fabric,
         clock: ManualClock,
         engine: Callable[[Tree, Box, StatusTable], Actor],
     ) -> None:
@@ -216,6 +236,7 @@ class Tree:
         if process.transport is not None:
             if process.transport.name == "shm":
                 self._dead.append(process.transport)
+                self.fabric.buried.add(process.agent)
                 self.fabric.thaw(process.agent)
             else:
                 self.fabric.kill(process.agent)
@@ -243,16 +264,13 @@ class Tree:
             self.forced.append(name)
             self.kill(name, again_ms=10)
 
-    def _is_mapped(self, peer: int) -> bool:
-        """shm: does a living worker of that peer hold one of our regions?"""
-        mine = {
-            id(agent)
-            for name, agent in self.fabric.agents.items()
-            if name.startswith(self.instance)
-        }
+    def _is_mapped(self, peer: int, rank: int, epoch: int) -> bool:
+        """shm: does a living worker of that peer hold that region, as that worker offered it?"""
+        agent = self.fabric.agents.get(f"{self.instance}.{rank}#{epoch}")
         return any(
-            id(link.agent) in mine
+            link.agent is agent
             for transport in self.decodes_mapped_by(peer)
+            if transport.name == "shm"
             for link in transport._peers.values()
         )
 

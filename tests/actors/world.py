@@ -16,11 +16,11 @@ from pdrt.config import Timeouts
 from pdrt.protocol.layout import Layout
 from pdrt.protocol.states import Role
 from pdrt.shm_status import StatusTable
-from pdrt.transports.fake import FakeFabric, FakeTransport
+from pdrt.transports.fake import FakeTransport
 from tests.actors.engines import DecodeEngine, Engine, Job, Ledger, Plan, PrefillEngine
 from tests.actors.laws import Watch, leftovers
 from tests.actors.post import Box, Post
-from tests.actors.tree import Shape, ShmLike, Tree
+from tests.actors.tree import Fabric, Shape, ShmLike, Tree
 
 LAYOUT = Layout(
     model="world", layers=2, kv_heads=1, head_dim=2, dtype="float32", page_size=1, ranks=1
@@ -53,7 +53,7 @@ class World:
         self.rng = random.Random(seed)
         self.clock = ManualClock(10 * SECOND_NS)
         self.post = Post(seed)
-        self.fabric = FakeFabric(polls=polls)
+        self.fabric = Fabric(polls=polls)
         self.ledger = Ledger()
         self.layout = LAYOUT.__class__(**{**_fields(LAYOUT), "ranks": ranks})
         self._timeouts, self._transport = timeouts, ShmLike if shm else FakeTransport

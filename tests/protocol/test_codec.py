@@ -210,8 +210,8 @@ def test_fields_that_a_newer_version_appends_are_ignored(
 
 def test_fields_with_a_default_may_be_missing_and_no_others() -> None:
     plain = plain_of(ABORT)
-    assert decode(frame_of([plain[:-1]])) == [ABORT]  # `quiet`
-    assert refused_as(frame_of([plain[:-2]])) is Malformed.UNKNOWN
+    assert decode(frame_of([plain[:-2]])) == [ABORT]  # `quiet` and `session`
+    assert refused_as(frame_of([plain[:-3]])) is Malformed.UNKNOWN
 
 
 def test_text_and_bytes_are_not_taken_for_each_other() -> None:

@@ -15,15 +15,15 @@ TAGS_EVER = """
  4 Introduced        instance serial transport detail
  5 Heartbeat         instance epoch rooms
  6 Resync            instance epoch
-10 Destination       room rank slot generation instance agent_epoch pages aux_index
-11 DestinationTaken  slot generation
+10 Destination       room rank slot generation instance agent_epoch pages aux_index session
+11 DestinationTaken  slot generation instance
 12 Expect            room rank slot generation instance sent
-13 Abort             room rank slot generation instance reason quiet
-14 AbortTaken        room rank slot generation instance quiet
-15 Landed            room rank slot generation length_bytes chunks
-17 NewsTaken         slot generation
+13 Abort             room rank slot generation instance reason quiet session
+14 AbortTaken        room rank slot generation instance quiet session
+15 Landed            room rank slot generation length_bytes chunks instance
+17 NewsTaken         slot generation instance
 30 Opened            room rank slot generation peer
-31 Ended             slot generation failed reason untouched
+31 Ended             slot generation failed reason untouched room rank peer
 32 Chunk             room slot generation index start pages last aux_index
 33 WorkerUp          rank epoch offers
 34 PeerUp            instance control agent same_host

@@ -29,7 +29,21 @@ def sealed_memory(name: str, length_bytes: int) -> int:
     return fd
 
 
-def no_region(address: str, key: str) -> tuple[int, int]:
+class Fetched:
+    """A region that is there at once; see `pdrt.transports.shm.Fetch`."""
+
+    def __init__(self, region_fd: int, connection_fd: int) -> None:
+        self._fds = region_fd, connection_fd
+
+    def poll(self) -> tuple[int, int]:
+        return self._fds
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+
+
+def no_region(address: str, key: str) -> Fetched:
     raise ConnectionRefusedError(f"{address} {key}: this peer connects to nobody")
 
 
@@ -48,7 +62,7 @@ def serve(
     if kind == "nixl":
         transport = NixlTransport()
     else:
-        transport = ShmTransport(address=f"@{agent}", key=agent, fetch_region=no_region)
+        transport = ShmTransport(address=f"@{agent}", key=agent, open_region=no_region)
     metadata = transport.open(agent, Region(fd, length_bytes), scratch_offset)
     control.send((fd, metadata))
     while not control.poll(PROGRESS_EVERY_S):

@@ -15,7 +15,7 @@ from pdrt.transports.fake import FakeFabric, FakeTransport
 from pdrt.transports.mapped import Mapped
 from pdrt.transports.nixl import NixlTransport
 from pdrt.transports.shm import ShmTransport
-from tests.transports.peer_process import sealed_memory, serve
+from tests.transports.peer_process import Fetched, sealed_memory, serve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -241,14 +241,14 @@ def shm_rig(budget_bytes: int) -> Rig:
         peers[agent] = ProcessPeer("shm", agent, {})
         return peers[agent]
 
-    def fetch_region(address: str, key: str) -> tuple[int, int]:
+    def open_region(address: str, key: str) -> Fetched:
         if address != f"@{key}" or key not in peers:
             raise ConnectionRefusedError(f"{address} {key}")
         connection: Connection = peers[key].control
-        return peers[key].open_region(), os.dup(connection.fileno())
+        return Fetched(peers[key].open_region(), os.dup(connection.fileno()))
 
     transport = ShmTransport(
-        address="@ours", key="ours", fetch_region=fetch_region, budget_bytes=budget_bytes
+        address="@ours", key="ours", open_region=open_region, budget_bytes=budget_bytes
     )
     return Rig(transport, start)
 

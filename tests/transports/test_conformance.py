@@ -23,7 +23,7 @@ from tests.transports.conformance import (
     expected,
     see_late_bytes_without_a_fence,
 )
-from tests.transports.peer_process import no_region, sealed_memory
+from tests.transports.peer_process import Fetched, no_region, sealed_memory
 from tests.transports.rigs import OURS, PAGE_BYTES, THEIRS, fake_rig, nixl_rig, shm_rig
 
 if TYPE_CHECKING:
@@ -91,18 +91,49 @@ class TestShm(Conformance):
         assert digest(rig.standing.memory) == digest(after)
         assert rig.finish(handle) is DONE
 
-    def test_a_region_that_could_shrink_is_refused(self, rig):
+    def test_a_region_that_does_not_come_holds_up_nothing_else(self, rig, monkeypatch):
+        class Silent:
+            answer: Exception | None = None
+            closed = 0
+
+            def poll(self) -> None:
+                if self.answer is not None:
+                    raise self.answer
+
+            def close(self) -> None:
+                self.closed += 1
+
+        silent = Silent()
+        monkeypatch.setattr(rig.transport, "_open_region", lambda address, key: silent)
+        for _ in range(2):
+            handle = rig.transport.connect("silent", rig.standing.metadata)
+            assert rig.finish(rig.write("standing", [2], [2])) is DONE
+            assert rig.transport.poll(handle) is PENDING
+            with pytest.raises(TransportError):
+                rig.transport.prepare("silent", THEIRS.pages)
+            rig.transport.disconnect("silent")
+            assert rig.finish(handle) is FAILED
+        assert silent.closed == 2
+        handle = rig.transport.connect("silent", rig.standing.metadata)
+        released = rig.transport.connect("released", rig.standing.metadata)
+        rig.transport.release(released)
+        silent.answer = TransportError("too late")
+        assert rig.finish(handle) is FAILED
+        rig.transport.disconnect("released")
+        assert silent.closed == 2
+
+    def test_a_region_that_could_shrink_is_refused(self, rig, caplog):
         peer = rig.start()
         loose = os.memfd_create("loose")
         os.ftruncate(loose, THEIRS.length_bytes)
         reading, writing = os.pipe()
         transport = ShmTransport(
-            address="@x", key="x", fetch_region=lambda address, key: (loose, reading)
+            address="@x", key="x", open_region=lambda address, key: Fetched(loose, reading)
         )
         fd = sealed_memory("ours", OURS.length_bytes)
         transport.open("x#1", Region(fd, OURS.length_bytes), OURS.scratch_offset)
-        with pytest.raises(TransportError, match="sealed"):
-            transport.connect("loose", peer.metadata)
+        assert transport.poll(transport.connect("loose", peer.metadata)) is FAILED
+        assert "sealed" in caplog.text
         for descriptor in (loose, reading):  # the transport closed both
             with pytest.raises(OSError, match="Bad file"):
                 os.fstat(descriptor)
@@ -164,7 +195,7 @@ def unopened(request: pytest.FixtureRequest) -> Generator[Transport]:
         pytest.importorskip("nixl_cu12")
         transport = NixlTransport(handles_max=2)
     elif request.param == "shm":
-        transport = ShmTransport(address="@x", key="x", fetch_region=no_region, handles_max=2)
+        transport = ShmTransport(address="@x", key="x", open_region=no_region, handles_max=2)
     else:
         transport = FakeTransport(FakeFabric(), handles_max=2)
     yield transport

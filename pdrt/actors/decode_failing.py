@@ -1,0 +1,178 @@
+"""Failed rooms of decode: prefill has yet to know, or to say that they are quiet.
+
+    fail -> Abort, again and again until AbortTaken -> and once a second until the room is quiet
+
+A prefill is believed that a room is quiet only in its present session: what its listener said
+before a restart may have been overtaken by its successor, which was sent the destination again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdrt.actors.prefills import Prefill, Prefills
+from pdrt.clock import MILLISECOND_NS, to_ns
+from pdrt.config import Timeouts
+from pdrt.mailbox import Address, Postman
+from pdrt.protocol.counters import Counter
+from pdrt.protocol.messages import Abort, AbortTaken, Destination
+from pdrt.protocol.peers import instance_digest
+from pdrt.protocol.states import KVPoll, Reason
+from pdrt.shm_status import (
+    GENERATION_SHIFT,
+    OPENER,
+    PEER,
+    QUIET_BIT,
+    ROOM,
+    STATE_MASK,
+    Handle,
+    StatusTable,
+)
+
+PAUSE_MAX_NS = 1000 * MILLISECOND_NS
+
+
+@dataclass(slots=True)
+class Room:
+    """What is known of one rank of a room of our table."""
+
+    handle: Handle
+    rank: int
+    peer: str  # prefill's host:port
+    whole: bool = False  # we knew it before it had a destination, so nobody else has sent that
+    destination: Destination | None = None
+    session: str = ""  # the first that was sent the destination; "" if none was
+    taken: bool = False  # prefill acknowledged the destination
+    due_ns: int = 0  # of the next destination or expect
+    pause_ns: int = 0
+    failed: bool = False
+    abort: Abort | None = None
+    told: bool = False  # prefill knows that the room failed
+    until_ns: int = 0
+
+
+class Failing:
+    def __init__(
+        self,
+        instance: str,
+        table: StatusTable,
+        mailbox: Postman,
+        timeouts: Timeouts,
+        prefills: Prefills,
+        wake: Callable[[int], None],
+    ) -> None:
+        self._instance = instance
+        self._table = table
+        self._mailbox = mailbox
+        self._timeouts = timeouts
+        self._prefills = prefills
+        self._wake = wake
+        self._rooms: dict[Handle, Room] = {}
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def fail(self, room: Room, reason: Reason, now_ns: int, *, tell: bool) -> None:
+        """A room has Failed.  The peer is told, unless it was the one who said so."""
+        room.failed = True
+        handle = room.handle
+        if room.whole and not room.session:  # its destination has never left, and will not
+            self.become_quiet(handle.slot, handle.generation)
+        prefill = self._prefills.get(room.peer)
+        room.told = not tell
+        # If nobody answers there, nobody has heard of a room that we know from its beginning.
+        nobody = prefill is None or (room.whole and not prefill.instance)
+        if nobody or (room.told and not self._is_unquiet(handle)):
+            return
+        room.abort = Abort(
+            handle.room,
+            room.rank,
+            handle.slot,
+            handle.generation,
+            self._instance,
+            reason,
+            session=room.session if room.whole else "",
+        )
+        room.until_ns = now_ns + to_ns(self._timeouts.quiet_s)
+        self._rooms[handle] = room
+        if tell:
+            self._send(room, now_ns)
+        else:
+            room.due_ns = now_ns + PAUSE_MAX_NS
+
+    def _send(self, room: Room, now_ns: int) -> None:
+        assert room.abort is not None
+        again = room.told or now_ns >= room.until_ns  # then only quiet is missing
+        room.due_ns = now_ns + (PAUSE_MAX_NS if again else to_ns(self._timeouts.resend_s))
+        prefill = self._prefills.get(room.peer)
+        if prefill is not None:
+            self._table.count(Counter.ABORTS_SENT)
+            self._mailbox.post(prefill.link, room.abort)
+
+    def taken(self, sender: Address, taken: AbortTaken, now_ns: int) -> None:
+        self.hear(sender, taken)
+        room = self._rooms.get(Handle(taken.room, taken.slot, taken.generation))
+        if room is not None:
+            room.told = True
+            room.due_ns = now_ns + PAUSE_MAX_NS  # and ask again, should the quiet be lost
+            self._drop_if_over(room, now_ns)
+
+    def hear(self, sender: Address, said: Abort | AbortTaken) -> None:
+        """Prefill may say that a room is quiet."""
+        prefill = self._prefills.by_link(sender)
+        if said.quiet and prefill is not None and said.session == prefill.session:
+            self.become_quiet(said.slot, said.generation)
+
+    def become_quiet(self, slot: int, generation: int) -> None:
+        if self._table.set_quiet(slot, generation):
+            self._wake(self._table.opener_row(slot))
+
+    def _is_unquiet(self, handle: Handle) -> bool:
+        word = self._table.read(handle.slot, handle.generation)
+        return word is not None and not word.quiet
+
+    def _drop_if_over(self, room: Room, now_ns: int) -> bool:
+        """Nothing is left to say to prefill of this room, or to hear."""
+        over = not self._is_unquiet(room.handle) and (room.told or now_ns >= room.until_ns)
+        if over:
+            del self._rooms[room.handle]
+        return over
+
+    def adopt(self, prefill: Prefill, now_ns: int) -> None:
+        """Rooms that failed under a listener before us: only this prefill can say that they are
+        quiet, and it may not even know that they failed."""
+        slots = self._table.live_slots()
+        rows = self._table.rows(slots)
+        failed = rows[:, 0] & np.uint64(STATE_MASK | QUIET_BIT) == KVPoll.Failed
+        theirs = rows[:, PEER // 8] == instance_digest(prefill.instance)
+        found = failed & theirs
+        for slot, row in zip(slots[found].tolist(), rows[found].tolist(), strict=True):
+            handle = Handle(row[ROOM // 8], slot, row[0] >> GENERATION_SHIFT)
+            word = self._table.read(slot, handle.generation)
+            if handle not in self._rooms and word is not None:
+                room = Room(handle, row[OPENER // 8] >> 40, prefill.peer)
+                self.fail(room, word.reason, now_ns, tell=True)
+
+    def disown(self, sender: Address, slot: int, generation: int) -> None:
+        """Prefill waits for a room that failed here, and the abort was lost: say it again."""
+        word = self._table.read(slot, generation)
+        if word is None or word.state is not KVPoll.Failed:
+            return
+        row = self._table.rows(np.array([slot]))[0]
+        room, rank = int(row[ROOM // 8]), int(row[OPENER // 8]) >> 40
+        self._table.count(Counter.ABORTS_SENT)
+        self._mailbox.post(sender, Abort(room, rank, slot, generation, self._instance, word.reason))
+
+    def forget(self, peer: str) -> None:
+        """Another instance is there now: it knows nothing of these rooms."""
+        for handle in [r.handle for r in self._rooms.values() if r.peer == peer]:
+            del self._rooms[handle]
+
+    def repeat(self, now_ns: int) -> None:
+        for room in list(self._rooms.values()):
+            if not self._drop_if_over(room, now_ns) and now_ns >= room.due_ns:
+                self._table.count(Counter.RESENDS)
+                self._send(room, now_ns)

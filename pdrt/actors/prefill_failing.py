@@ -1,0 +1,130 @@
+"""Failed rooms of prefill: the decode has yet to know, or to hear that they are quiet.
+
+    fail -> unclaimed, until a decode asks -> claim -> told, again and again until it says so
+                                                    -> told once more when the room is fenced
+
+Says "quiet" only of what cannot land any more: a room of which nothing was posted, one that our
+worker has fenced, or one over shm whose writer is gone.  What it says carries our session, since a
+decode must not believe a predecessor of ours: we may have given the destination to another room.
+"""
+
+from __future__ import annotations
+
+from pdrt.actors.decodes import Decodes, worker_link
+from pdrt.actors.past import NOBODY, Past, Room, Theirs, theirs_of
+from pdrt.clock import to_ns
+from pdrt.config import Timeouts
+from pdrt.mailbox import Postman
+from pdrt.protocol.counters import Counter
+from pdrt.protocol.messages import AbortTaken, Ended, Fenced
+from pdrt.protocol.states import KVPoll, Reason
+from pdrt.shm_status import Handle, StatusTable
+
+
+class Failing:
+    def __init__(
+        self,
+        table: StatusTable,
+        mailbox: Postman,
+        timeouts: Timeouts,
+        decodes: Decodes,
+        past: Past,
+    ) -> None:
+        self._table = table
+        self._mailbox = mailbox
+        self._timeouts = timeouts
+        self._decodes = decodes
+        self._past = past
+        self._rooms: dict[Handle, Room] = {}
+        self._by_theirs: dict[Theirs, Room] = {}
+        self._unfenced: dict[int, Room] = {}  # by slot: whom a Fenced is for, claimed or not
+
+    def __len__(self) -> int:
+        return len(self._rooms)
+
+    def fail(self, room: Room, reason: Reason, now_ns: int, *, tell: bool = True) -> None:
+        """A room has Failed.  The peer is told unless it was the one who said so."""
+        room.failed, room.reason = True, reason
+        handle = room.handle
+        room.fenced |= self._is_quiet(room)
+        if not room.fenced:
+            self._unfenced[handle.slot] = room
+            ended = Ended(handle.slot, handle.generation, failed=True, reason=reason)
+            self._mailbox.post(worker_link(room.rank), ended)
+        if room.theirs == NOBODY:  # no decode has asked for it yet; one will
+            self._past.remember(self._past.unclaimed, room.key, room)
+        else:
+            self.claim(room, now_ns, tell=tell)
+
+    def claim(self, room: Room, now_ns: int, *, tell: bool) -> None:
+        """A failed room and its decode have met."""
+        self._past.fail(room)
+        room.abort_until_ns = now_ns + to_ns(self._timeouts.quiet_s)
+        self._rooms[room.handle] = self._by_theirs[room.theirs] = room
+        if tell:
+            self._tell(room, now_ns)
+        elif room.fenced:
+            room.told_quiet = True
+            self._drop(room)
+
+    def fenced(self, fenced: Fenced, now_ns: int) -> None:
+        room = self._unfenced.get(fenced.slot)
+        if room is not None and room.handle.generation == fenced.generation:
+            self._become_quiet(room, now_ns)
+
+    def _become_quiet(self, room: Room, now_ns: int) -> None:
+        room.fenced = True
+        self._unfenced.pop(room.handle.slot, None)
+        if room.theirs != NOBODY and not room.told_quiet:
+            self._tell(room, now_ns)
+
+    def _is_quiet(self, room: Room) -> bool:
+        """Can nothing of a failed room land at decode any more?  The table's quiet is about our
+        pages; it also follows our worker's death, which is a fence for decode's only with shm."""
+        handle = room.handle
+        word = self._table.read(handle.slot, handle.generation)
+        if word is None:  # cleared, so it was quiet
+            return room.by_shm
+        untouched = self._table.entered_ns(handle.slot)[KVPoll.Transferring] == 0
+        return untouched or (room.by_shm and word.quiet)
+
+    def _is_unquiet(self, room: Room) -> bool:
+        """Is a fence for it still to come?"""
+        word = self._table.read(room.handle.slot, room.handle.generation)
+        return word is not None and not word.quiet
+
+    def _tell(self, room: Room, now_ns: int) -> None:
+        """Tell decode that the room failed; repeated until it says that it knows."""
+        self._past.fail(room)
+        decode = self._decodes.get(room.theirs[0])
+        if decode is None:  # it will ask when it is back; then we should know of the fence
+            room.abort_due_ns = 0
+            if room.fenced:
+                self._drop(room)
+            return
+        room.told_quiet = room.fenced
+        room.abort_due_ns = now_ns + to_ns(self._timeouts.resend_s)
+        self._table.count(Counter.ABORTS_SENT)
+        self._mailbox.post(decode.address, self._past.over[room.theirs])
+
+    def taken(self, taken: AbortTaken) -> None:
+        room = self._by_theirs.get(theirs_of(taken))
+        if room is not None:
+            room.abort_due_ns = 0
+            if taken.quiet and room.told_quiet:
+                self._drop(room)
+
+    def repeat(self, now_ns: int) -> None:
+        for room in list(self._rooms.values()):
+            if not room.fenced and self._is_quiet(room):
+                self._become_quiet(room, now_ns)
+            elif now_ns >= room.abort_until_ns and (room.fenced or not self._is_unquiet(room)):
+                self._drop(room)
+            elif room.abort_due_ns and now_ns >= room.abort_due_ns:
+                self._table.count(Counter.RESENDS)
+                self._tell(room, now_ns)
+
+    def _drop(self, room: Room) -> None:
+        self._rooms.pop(room.handle, None)
+        if self._by_theirs.get(room.theirs) is room:
+            del self._by_theirs[room.theirs]

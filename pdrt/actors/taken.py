@@ -1,0 +1,46 @@
+"""Which room of ours was given each slot of each decode: one destination is for one room.
+
+A decode's slot takes part in one room a generation, and generations only grow.  So a destination is
+refused if a newer generation of its slot was seen, or if another room of ours had the same one.
+
+Guarantee: a destination that comes late, when the router uses its room id again, is never written
+to, though prefill's listener was restarted in between.  For:
+
+* A copy that was sent to an earlier listener names that session, and is dropped.
+* A copy that was sent to the present one left while decode's room was open.  If a room of ours had
+  it before, our worker, which wrote for that room, has it here and refuses it to any other.
+* If none had it, nothing was written for it, and decode's room ends by what the present listener
+  says: that a room is quiet is not believed of an earlier one.
+
+Assumption: that worker still lives.  If it died, too, then its last `Landed` must be read by decode
+before its successor has connected; and of a destination that was given to two rooms, the first of
+which ended on a broken path, only decode's own fence can say that it is quiet.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from pdrt.protocol.messages import Destination
+from pdrt.shm_status import Handle
+
+SLOTS_MAX = 1 << 18  # remembered; the slot that was used longest ago is forgotten first
+
+
+class Taken:
+    def __init__(self) -> None:
+        self._newest: OrderedDict[tuple[str, int], tuple[int, Handle]] = OrderedDict()
+
+    def take(self, destination: Destination, ours: Handle) -> bool:
+        """May this destination be given to that room of ours?  Remembered if so."""
+        key = destination.instance, destination.slot
+        generation, owner = self._newest.get(key, (-1, ours))
+        if destination.generation < generation:
+            return False
+        if destination.generation == generation:
+            return owner == ours
+        self._newest[key] = destination.generation, ours
+        self._newest.move_to_end(key)
+        if len(self._newest) > SLOTS_MAX:
+            self._newest.popitem(last=False)
+        return True

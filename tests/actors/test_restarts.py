@@ -1,0 +1,125 @@
+"""What a listener that was restarted, or was not there, says of rooms that it never saw."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdrt.actors.decode_listener import DecodeListener
+from pdrt.protocol.messages import OLDEST, VERSION, Abort, AbortTaken, DestinationTaken, HelloReply
+from pdrt.protocol.states import KVPoll, Reason
+from tests.actors.test_world import succeeds, until_state, until_verdict, verdict
+from tests.actors.world import World
+
+
+def listener_of(world: World) -> DecodeListener:
+    listener = world.trees["decode0"].processes["listener"].actor
+    assert isinstance(listener, DecodeListener)
+    return listener
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode0"])
+def test_a_room_that_opened_and_failed_while_there_was_no_listener_is_told(
+    world: World, side: str
+) -> None:
+    succeeds(world, 0)
+    other = "decode0" if side == "prefill" else "prefill"
+    begin = {"prefill": world.send, "decode0": world.receive}
+    begin[other](1)
+    world.run(200)
+    world.trees[side].kill("listener", again_ms=200)
+    begin[side](1)
+    world.run(10)
+    world.abort(side, 1)
+    world.until(lambda: world.job(side, 1).cleared, within_ms=50)
+    until_verdict(world, 1, other, within_ms=600)
+    assert world.job(other, 1).reason is Reason.PEER_ABORTED
+    succeeds(world, 1)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode0"])
+def test_an_end_that_is_told_late_does_not_touch_the_next_use_of_the_id(
+    world: World, side: str
+) -> None:
+    succeeds(world, 0)
+    world.send(1)
+    world.receive(1, pace_ms=500)
+    until_state(world, "decode0", 1, KVPoll.WaitingForInput)
+    world.trees[side].freeze("engine")  # so that it reads the verdict after its listener
+    world.abort("prefill" if side == "decode0" else "decode0", 1)
+    world.run(100)
+    world.trees[side].thaw("engine")
+    world.run(50)
+    succeeds(world, 1)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_room_that_prefill_does_not_know_is_quiet_only_if_it_was_there_from_the_beginning(
+    world: World, restarted: bool
+) -> None:
+    succeeds(world, 0)
+    world.receive(1)
+    until_state(world, "decode0", 1, KVPoll.Transferring)
+    world.run(50)
+    if restarted:
+        world.trees["prefill"].kill("listener")
+        world.run(300)
+    world.abort("decode0", 1)
+    took_ms = world.until(lambda: world.job("decode0", 1).cleared, within_ms=3000)
+    assert world.trees["decode0"].forced == (["worker0"] if restarted else [])
+    assert restarted or took_ms < 100
+
+
+def test_a_destination_that_never_left_is_quiet_though_nobody_says_so(world: World) -> None:
+    succeeds(world, 0)
+    world.receive(1, pace_ms=100)
+    until_state(world, "decode0", 1, KVPoll.WaitingForInput)
+    world.run(60)
+    world.post.cuts.add(frozenset(("prefill", "decode0")))
+    world.trees["decode0"].kill("worker0")  # a new one is to be introduced first
+    until_state(world, "decode0", 1, KVPoll.Transferring)
+    world.abort("decode0", 1)
+    world.until(lambda: world.job("decode0", 1).cleared, within_ms=100)
+    world.post.mend("prefill", "decode0")
+
+
+def test_an_old_listener_is_believed_that_a_room_failed_and_not_that_it_is_quiet(
+    world: World,
+) -> None:
+    succeeds(world, 0)
+    world.receive(1)
+    until_state(world, "decode0", 1, KVPoll.Transferring)
+    world.run(20)  # and its destination has left
+    listener, instance = listener_of(world), world.trees["decode0"].instance
+    link = f"prefill:{world.trees['prefill'].control}"
+    handle = world.job("decode0", 1).handles[0]
+    theirs = (1, 0, handle.slot, handle.generation, instance)
+    session = f"{world.trees['prefill'].instance}#0"
+    listener.handle(link, Abort(*theirs, Reason.ABORTED, True, session), world.clock())
+    listener.handle(link, AbortTaken(*theirs, True, session), world.clock())
+    word = world.trees["decode0"].table.read(*handle[1:])
+    assert word is not None
+    assert (word.state, word.quiet) == (KVPoll.Failed, False)
+
+
+def test_what_is_said_to_another_instance_is_not_heard(world: World) -> None:
+    succeeds(world, 0)
+    world.receive(1)
+    until_state(world, "decode0", 1, KVPoll.Transferring)
+    handle = world.job("decode0", 1).handles[0]
+    taken = DestinationTaken(handle.slot, handle.generation, "another")
+    listener_of(world).handle("anybody", taken, world.clock())
+    assert verdict(world, "decode0", 1) is None
+    assert not world.trees["decode0"].table.taken(*handle[1:])
+
+
+def test_a_late_answer_of_an_old_listener_keeps_no_room_from_its_prefill(world: World) -> None:
+    succeeds(world, 0)
+    world.trees["prefill"].kill("listener")
+    succeeds(world, 1)
+    tree, listener = world.trees["prefill"], listener_of(world)
+    digest = tree.shape.layout.digest
+    late = HelloReply(VERSION, OLDEST, tree.instance, 1, digest)
+    listener.handle(f"prefill:{tree.control}", late, world.clock())
+    world.both(2)
+    assert until_verdict(world, 2, "prefill", "decode0", within_ms=500) < 200
+    assert verdict(world, "decode0", 2) is KVPoll.Success

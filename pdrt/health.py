@@ -27,12 +27,13 @@ from pdrt.shm_status import (
     ENTERED,
     MOVED,
     OPENER,
+    PATH,
     QUIET_BIT,
     REASON_SHIFT,
     STATE_MASK,
-    TRANSPORT,
     VALUE_MASK,
     StatusTable,
+    transport_of,
 )
 from pdrt.supervision import ChildState, Phase
 
@@ -126,7 +127,7 @@ class Health:
                     if state in (1, 2, 3)
                     else None,
                     "moved_bytes": row[MOVED // 8] & VALUE_MASK,
-                    "transport": TRANSPORT_CODES[row[TRANSPORT // 8]],
+                    "transport": TRANSPORT_CODES[transport_of(row[PATH // 8])],
                 }
             )
         return rooms

@@ -30,10 +30,10 @@ from pdrt.actors.boot import (
     SUPERVISOR_ROW,
     WORKERS_MAX,
     Boot,
+    Waker,
     local_door,
     run_listener,
     run_worker,
-    waker,
 )
 from pdrt.actors.janitor import Janitor
 from pdrt.attach import AttachReply, AttachRequest, AttachService
@@ -280,14 +280,15 @@ class Runtime:
                 watch=supervisor.add_service,
                 unwatch=supervisor.remove_service,
             )
+            wake = Waker(self._boot.wakes)
             janitor = Janitor(
                 table=self.table,
                 timeouts=self.settings.timeouts,
                 mapped=service.mapped,
                 fence=lambda row, reason: supervisor.restart(self._names[row], reason),
-                wake=waker(self._boot.wakes),
+                wake=wake,
             )
-            supervisor.add_timer(SWEEP_S, lambda: self._turn(janitor))
+            supervisor.add_timer(SWEEP_S, lambda: self._turn(janitor, wake))
             self._health_server.start()
             try:
                 return supervisor.run()
@@ -295,11 +296,12 @@ class Runtime:
                 service.close()
                 self._health_server.stop()
 
-    def _turn(self, janitor: Janitor) -> None:
+    def _turn(self, janitor: Janitor, wake: Waker) -> None:
         now_ns = monotonic_ns()
         self.health.turned_ns = now_ns
         self.table.beat(now_ns)
         janitor.sweep(now_ns)
+        wake.flush()
 
     # --- engines ---------------------------------------------------------------------------------
 

@@ -8,10 +8,10 @@ One sealed memfd, handed on by descriptor, so there is nothing to unlink and not
 
 A slot is one room on one rank:
 
-      0      8      16         24      32      40       48               88          96     104
-    +------+------+----------+-------+-------+--------+----------------+-----------+------+--------+
-    | word | room | deadline | moved | taken | opener | entered_ns x 5 | transport | peer | detail |
-    +------+------+----------+-------+-------+--------+----------------+-----------+------+--------+
+      0      8      16         24      32      40       48               88     96      104
+    +------+------+----------+-------+-------+--------+----------------+------+-------+--------+
+    | word | room | deadline | moved | taken | opener | entered_ns x 5 | path | spare | detail |
+    +------+------+----------+-------+-------+--------+----------------+------+-------+--------+
 
 The word is everything that must change together, and changes only by compare-and-swap:
 
@@ -21,8 +21,9 @@ The word is everything that must change together, and changes only by compare-an
     +--------------+-------------+--------+--------+-------+-------+
 
 An even generation is a free slot, so a zero page reads as all free; an odd one is a live room.
-`deadline`, `moved` and `taken` carry the low 24 bits of the generation above a 40-bit value and
-change by compare-and-swap too: a writer of an older generation can change nothing of a newer room.
+`deadline`, `moved`, `taken` and `path` carry the low 24 bits of the generation above a 40-bit value
+and change by compare-and-swap too: a writer of an older generation can change nothing of a newer
+room.  `path` is the transport's code (8 bits) and a digest of the peer's instance (32 bits).
 `opener` is the engine that holds the room; `owner` in the word is the worker whose death ends it.
 
 Nothing here is locked: a process killed between any two instructions leaves the table usable.  A
@@ -71,7 +72,7 @@ HEADER = struct.Struct(
 )  # magic version role slots owners counters pid start instance timeouts
 
 ROOM, DEADLINE, MOVED, TAKEN, OPENER, ENTERED = 8, 16, 24, 32, 40, 48
-TRANSPORT, PEER, DETAIL, DETAIL_BYTES = 88, 96, 104, 24
+PATH, DETAIL, DETAIL_BYTES = 88, 104, 24
 O_IDENTITY, O_READY, O_PULSE, O_BEAT_NS, O_NAME = 0, 8, 16, 24, 64
 
 STATE_MASK, QUIET_BIT = 0xF, 1 << 4
@@ -85,7 +86,7 @@ HIGH_WATER = 1024  # in the header: how many slots, from the first, were ever us
 
 assert HEADER.size <= HIGH_WATER < HEADER_BYTES
 assert DETAIL + DETAIL_BYTES <= SLOT_BYTES
-assert ENTERED + 8 * len(KVPoll) == TRANSPORT
+assert ENTERED + 8 * len(KVPoll) == PATH
 
 _STATES = tuple(KVPoll)
 _REASONS = tuple(Reason(n) if n in set(Reason) else Reason.NONE for n in range(256))
@@ -139,6 +140,16 @@ def unpack(word: int) -> Word:
         Owner(word >> OWNER_SHIFT & 0xFF, word >> INCARNATION_SHIFT & INCARNATION_MASK),
         word >> GENERATION_SHIFT,
     )
+
+
+def transport_of(path: int) -> int:
+    """Code of the transport in a slot's `path`."""
+    return path >> 32 & 0xFF
+
+
+def peer_of(path: int) -> int:
+    """Digest of the peer instance in a slot's `path`; 0 while there is none."""
+    return path & 0xFFFF_FFFF
 
 
 def create(
@@ -289,8 +300,7 @@ class StatusTable:
         for state in _STATES:
             store(at + ENTERED + 8 * state, 0)
         store(at + ENTERED + 8 * KVPoll.Bootstrapping, now_ns)
-        store(at + TRANSPORT, 0)
-        store(at + PEER, 0)
+        store(at + PATH, tag)
         for offset in range(DETAIL, DETAIL + DETAIL_BYTES, 8):
             store(at + offset, 0)
         store(at, pack(KVPoll.Bootstrapping, False, 0, NOBODY, generation))
@@ -535,12 +545,11 @@ class StatusTable:
         if old >> TAG_SHIFT == tag and generation & 1:
             self._cas(at, old, tag << TAG_SHIFT | (value & VALUE_MASK))
 
-    def set_path(self, slot: int, transport: int, peer: int) -> None:
-        """Which transport and which peer instance (64-bit digest) the room uses; before
-        PEER_KNOWN."""
-        at = self._slots + slot * SLOT_BYTES
-        self._store(at + TRANSPORT, transport)
-        self._store(at + PEER, peer)
+    def set_path(self, slot: int, generation: int, transport: int, peer: int) -> None:
+        """Which transport and which peer instance (codes of `protocol.peers`) the room uses;
+        before PEER_KNOWN."""
+        at = self._slots + slot * SLOT_BYTES + PATH
+        self._tagged(at, generation, transport << 32 | peer)
 
     def set_detail(self, slot: int, detail: str) -> None:
         """A few words for people on why the room is about to fail; before the FAULT."""
@@ -555,7 +564,7 @@ class StatusTable:
 
     def transport(self, slot: int) -> int:
         """Code of the transport of the room in the slot (`protocol.peers`)."""
-        return self._load(self._slots + slot * SLOT_BYTES + TRANSPORT)
+        return transport_of(self._load(self._slots + slot * SLOT_BYTES + PATH))
 
     def opener_row(self, slot: int) -> int:
         """Row of the engine that opened the room in the slot."""
@@ -563,7 +572,7 @@ class StatusTable:
 
     def entered_ns(self, slot: int) -> tuple[int, ...]:
         """When the room entered each state, by KVPoll number; 0 if it did not."""
-        return tuple(int(v) for v in self._rows[slot, ENTERED // 8 : TRANSPORT // 8])
+        return tuple(int(v) for v in self._rows[slot, ENTERED // 8 : PATH // 8])
 
     # --- many rooms at once: listener, janitor, health -------------------------------------------
 

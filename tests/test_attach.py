@@ -396,6 +396,7 @@ def test_asking_never_waits(tree: Tree) -> None:
     asking = Asking(tree.address, region_of(), timeout_s=1.0, clock=lambda: now_ns)
     assert asking.poll() is None
     answer = tree.turn_until(asking.poll, "the answer")
+    assert answer is not None
     reply, fds, line = answer
     assert reply == AttachReply()
     assert same_memory(tree.regions[0], fds[0])

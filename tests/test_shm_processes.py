@@ -287,7 +287,7 @@ def test_processes_killed_while_they_hammer_leave_the_table_usable() -> None:
         janitor = Janitor(
             table=table,
             timeouts=Timeouts(),
-            mapped=lambda peer: False,
+            mapped=lambda *_: False,
             fence=lambda row, reason: None,
             wake=lambda row: None,
         )

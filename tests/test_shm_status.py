@@ -43,6 +43,7 @@ from pdrt.shm_status import (
     INCARNATION_MASK,
     MAGIC,
     NOBODY,
+    PATH,
     STATE_MASK,
     Handle,
     Owner,
@@ -52,6 +53,8 @@ from pdrt.shm_status import (
     create,
     memory_fd,
     pack,
+    peer_of,
+    transport_of,
     unpack,
 )
 
@@ -578,7 +581,7 @@ def live_a_little(table: StatusTable) -> None:
 
     def post(handle: Handle) -> None:
         at = handle.slot, handle.generation
-        table.set_path(handle.slot, 1, 77)
+        table.set_path(handle.slot, handle.generation, 1, 77)
         table.move(*at, Event.PEER_KNOWN, now_ns=NOW)
         table.move(*at, Event.CHUNK_POSTED, now_ns=NOW, owner=table.me)
         table.set_moved(*at, 10)
@@ -620,7 +623,7 @@ def test_a_process_killed_at_any_instruction_leaves_the_table_usable() -> None:
             janitor = Janitor(
                 table=survivor,
                 timeouts=Timeouts(),
-                mapped=lambda peer: False,
+                mapped=lambda *_: False,
                 fence=lambda row, reason: None,
                 wake=lambda row: None,
             )
@@ -940,13 +943,13 @@ def test_a_word_survives_packing(word: Word) -> None:
 def test_a_slot_is_as_drawn(table: StatusTable) -> None:
     table.open(1, 0, now_ns=NOW)
     handle = table.open(0x1234, 7, now_ns=NOW)
-    table.set_path(handle.slot, 2, 2**64 - 1)
+    table.set_path(handle.slot, handle.generation, 2, 2**32 - 1)
     bring(table, handle, KVPoll.Transferring, now_ns=NOW + 5)
     table.set_moved(handle.slot, handle.generation, 1 << 39)
     table.set_taken(handle.slot, handle.generation, 3)
     table.set_detail(handle.slot, "no path")
     raw = struct.Struct("<6Q5QQQ24s").unpack_from(table.map, table._slots + handle.slot * 128)
-    word, room, deadline, moved, taken, opener, *entered, transport, peer, detail = raw
+    word, room, deadline, moved, taken, opener, *entered, path, spare, detail = raw
     tag = handle.generation << 40
     assert unpack(word).state is KVPoll.Transferring
     assert room == 0x1234
@@ -954,15 +957,27 @@ def test_a_slot_is_as_drawn(table: StatusTable) -> None:
     assert (moved, taken) == (tag | 1 << 39, tag | 3)
     assert opener == US.row | US.incarnation << 8 | 7 << 40
     assert entered == [0, NOW, NOW + 5, NOW + 5, 0]
-    assert (transport, peer) == (2, 2**64 - 1)
+    assert (path, spare) == (tag | 2 << 32 | 2**32 - 1, 0)
     assert detail == b"no path".ljust(24, b"\0")
     row = table.rows(np.array([handle.slot]))[0]
     assert row[:2].tolist() == [word, room]
 
 
+def test_a_late_writer_cannot_give_a_newer_room_its_path(table: StatusTable) -> None:
+    old = table.open(1, 0, now_ns=NOW)
+    bring(table, old, KVPoll.Success)
+    table.clear(old.slot, old.generation)
+    new = table.open(2, 0, now_ns=NOW)
+    assert new.slot == old.slot
+    table.set_path(new.slot, new.generation, 2, 88)
+    table.set_path(old.slot, old.generation, 1, 77)
+    path = int(table.rows(np.array([new.slot]))[0][PATH // 8])
+    assert (transport_of(path), peer_of(path)) == (2, 88)
+
+
 def test_what_lies_beside_the_word_is_read_back_and_gone_with_the_room(table: StatusTable) -> None:
     handle = table.open(1, 0, now_ns=NOW)
-    table.set_path(handle.slot, 2, 77)
+    table.set_path(handle.slot, handle.generation, 2, 77)
     table.set_detail(handle.slot, "w\u00e4rmer than " + "x" * 40)
     bring(table, handle, KVPoll.Success)
     assert table.detail(handle.slot) == ("w?rmer than " + "x" * 40)[:24]

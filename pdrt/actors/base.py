@@ -54,8 +54,9 @@ def run(
     clock: Clock,
     *,
     stopping: Callable[[], bool],
+    wake: Callable[[], None],
 ) -> None:
-    """The loop: take in what arrived, do what is due, send, beat.  Ends when `stopping()`."""
+    """The loop: take in what arrived, do what is due, send, wake, beat.  Ends when `stopping()`."""
     sleep_ms = 0
     beaten_ns = 0
     may_log = Throttle()
@@ -73,6 +74,7 @@ def run(
                     log.exception("message dropped: %.200r", message)
         sleep_ms = actor.tick(now_ns)
         mailbox.flush(now_ns)
+        wake()
         if now_ns - beaten_ns >= BEAT_NS:
             table.beat(now_ns)
             beaten_ns = now_ns

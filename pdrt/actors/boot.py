@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdrt import attach
@@ -60,20 +60,20 @@ class Boot:
         return f"ipc://@pdrt-{self.instance}-worker{rank}"
 
 
-class _Wake:
-    """Nudges an engine through its eventfd."""
+class Waker:
+    """Nudges engines through their eventfds, once a duty cycle however much happened in it."""
 
     def __init__(self, wakes: Sequence[Descriptor]) -> None:
-        self._fds = [wake.fd for wake in wakes]
+        self._fds = {FIRST_ENGINE_ROW + index: wake.fd for index, wake in enumerate(wakes)}
+        self._due: set[int] = set()
 
     def __call__(self, row: int) -> None:
-        index = row - FIRST_ENGINE_ROW
-        if 0 <= index < len(self._fds):
-            os.eventfd_write(self._fds[index], 1)
+        self._due.add(row)
 
-
-def waker(wakes: Sequence[Descriptor]) -> Callable[[int], None]:
-    return _Wake(wakes)
+    def flush(self) -> None:
+        for row in self._due & self._fds.keys():
+            os.eventfd_write(self._fds[row], 1)
+        self._due.clear()
 
 
 def _enter(boot: Boot, row: int) -> tuple[StatusTable, Mailbox]:
@@ -87,7 +87,7 @@ def _enter(boot: Boot, row: int) -> tuple[StatusTable, Mailbox]:
     return table, Mailbox(f"{boot.instance}-{row}.{table.me.incarnation}".encode(), table.count)
 
 
-def _run(actor: base.Actor, mailbox: Mailbox, table: StatusTable) -> None:
+def _run(actor: base.Actor, mailbox: Mailbox, table: StatusTable, wake: Waker) -> None:
     stopped = False
 
     def stop(_signum: int, _frame: object) -> None:
@@ -96,7 +96,7 @@ def _run(actor: base.Actor, mailbox: Mailbox, table: StatusTable) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     table.announce_ready()
-    base.run(actor, mailbox, table, monotonic_ns, stopping=lambda: stopped)
+    base.run(actor, mailbox, table, monotonic_ns, stopping=lambda: stopped, wake=wake.flush)
     mailbox.close()
 
 
@@ -109,7 +109,7 @@ def run_listener(boot: Boot) -> None:
     mailbox.open_door("control", endpoint, boot.control_door.fd, from_peer=True)
     for rank in range(boot.layout.ranks):
         mailbox.link(worker_link(rank), boot.worker_endpoint(rank))
-    wake = waker(boot.wakes)
+    wake = Waker(boot.wakes)
     actor: base.Actor
     if boot.role is Role.PREFILL:
         actor = PrefillListener(
@@ -133,7 +133,7 @@ def run_listener(boot: Boot) -> None:
             timeouts=boot.settings.timeouts,
             wake=wake,
         )
-    _run(actor, mailbox, table)
+    _run(actor, mailbox, table, wake)
 
 
 def run_worker(boot: Boot, rank: int) -> None:
@@ -151,6 +151,7 @@ def run_worker(boot: Boot, rank: int) -> None:
     for transport in _transports(boot, rank, table.me.incarnation):
         metadata = transport.open(agent, region, region_map.scratch_offset)
         transports[transport.name] = transport, metadata
+    wake = Waker(boot.wakes)
     worker = TransferWorker(
         region=region_map,
         transports=transports,
@@ -158,10 +159,11 @@ def run_worker(boot: Boot, rank: int) -> None:
         table=table,
         mailbox=mailbox,
         timeouts=boot.settings.timeouts,
-        wake=waker(boot.wakes),
+        clock=monotonic_ns,
+        wake=wake,
     )
     try:
-        _run(worker, mailbox, table)
+        _run(worker, mailbox, table, wake)
     finally:
         worker.close()
 

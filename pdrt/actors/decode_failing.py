@@ -24,7 +24,7 @@ from pdrt.protocol.states import KVPoll, Reason
 from pdrt.shm_status import (
     GENERATION_SHIFT,
     OPENER,
-    PEER,
+    PATH,
     QUIET_BIT,
     ROOM,
     STATE_MASK,
@@ -147,7 +147,8 @@ class Failing:
         slots = self._table.live_slots()
         rows = self._table.rows(slots)
         failed = rows[:, 0] & np.uint64(STATE_MASK | QUIET_BIT) == KVPoll.Failed
-        theirs = rows[:, PEER // 8] == instance_digest(prefill.instance)
+        paths = rows[:, PATH // 8] & np.uint64(0xFFFF_FFFF)
+        theirs = paths == instance_digest(prefill.instance)
         found = failed & theirs
         for slot, row in zip(slots[found].tolist(), rows[found].tolist(), strict=True):
             handle = Handle(row[ROOM // 8], slot, row[0] >> GENERATION_SHIFT)

@@ -204,7 +204,9 @@ class DecodeListener:
         if word is None or word.state is not KVPoll.Bootstrapping:
             return
         code = transport_code(prefill.transport)
-        self._table.set_path(handle.slot, code, instance_digest(prefill.instance))
+        self._table.set_path(
+            handle.slot, handle.generation, code, instance_digest(prefill.instance)
+        )
         if self._table.move(handle.slot, handle.generation, Event.PEER_KNOWN, now_ns=now_ns):
             self._wake(self._table.opener_row(handle.slot))
 
@@ -247,7 +249,7 @@ class DecodeListener:
 
     def _on_landed(self, sender: Address, landed: Landed, now_ns: int) -> None:
         slot, generation = landed.slot, landed.generation
-        self._mailbox.post(sender, NewsTaken(slot, generation, landed.instance))
+        self._mailbox.post(sender, NewsTaken(slot, generation, landed.instance), lazy=True)
         word = self._table.read(slot, generation)
         # A tree before us may have had this address, and a room in this slot.
         ours = landed.instance == self._instance

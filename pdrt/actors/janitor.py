@@ -24,11 +24,12 @@ from pdrt.shm_status import (
     INCARNATION_SHIFT,
     OPENER,
     OWNER_SHIFT,
-    PEER,
+    PATH,
     QUIET_BIT,
     STATE_MASK,
     VALUE_MASK,
     StatusTable,
+    peer_of,
 )
 
 IDLE_FENCE_NS = SECOND_NS  # an idle worker is fenced this early: nobody else pays for it
@@ -132,7 +133,7 @@ class Janitor:
         # Our worker's death ends what it reads, and what lands through its registration.  Over shm
         # the peer's worker writes by itself: until it unmaps what the dead one offered, which
         # nobody can map anew.  Before our worker is dead, no mapping does not mean that none comes.
-        peer, rank = int(row[PEER // 8]), int(row[OPENER // 8]) >> 40
+        peer, rank = peer_of(int(row[PATH // 8])), int(row[OPENER // 8]) >> 40
         if owner_dead and not (table.role is Role.DECODE and self._mapped(peer, rank, owner)):
             if table.set_quiet(slot, generation):
                 self._wake(table.opener_row(slot))

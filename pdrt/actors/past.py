@@ -50,6 +50,7 @@ class Room:
     told_quiet: bool = False
     by_shm: bool = False  # then our worker's death ends its writes, too
     vanished_ns: int = 0  # since when its slot is cleared and its end not known
+    deliver_ns: int = 0  # when the worker hears of the destination again
     abort_due_ns: int = 0  # 0: no abort waits for its acknowledgement
     abort_until_ns: int = 0
 

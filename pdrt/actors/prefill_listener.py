@@ -43,6 +43,7 @@ from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason, told_by_
 from pdrt.shm_status import STATE_MASK, Handle, StatusTable
 
 SCAN_NS = 20 * MILLISECOND_NS
+DELIVER_NS = 1000 * MILLISECOND_NS
 SHM = transport_code("shm")
 
 
@@ -115,7 +116,7 @@ class PrefillListener:
                 if self._decodes.worker_up(message.rank, message.epoch):
                     for room in self._rooms.values():
                         if room.rank == message.rank:
-                            self._deliver(room)
+                            self._deliver(room, now_ns)
             case _:
                 self._table.count(Counter.LATE)
 
@@ -199,7 +200,7 @@ class PrefillListener:
         else:
             self._match(room, destination, now_ns)
         taken = DestinationTaken(destination.slot, destination.generation, destination.instance)
-        self._mailbox.post(sender, taken)
+        self._mailbox.post(sender, taken, lazy=True)
 
     def _match(self, room: Room, destination: Destination, now_ns: int) -> None:
         if room.destination is not None:
@@ -213,21 +214,23 @@ class PrefillListener:
         room.destination, room.theirs = destination, theirs
         code = transport_code(decode.transport(destination.rank) if decode is not None else "")
         room.by_shm = code == SHM
-        self._table.set_path(handle.slot, code, instance_digest(destination.instance))
+        peer = instance_digest(destination.instance)
+        self._table.set_path(handle.slot, handle.generation, code, peer)
         if self._table.move(handle.slot, handle.generation, Event.PEER_KNOWN, now_ns=now_ns):
             room.matched = True
             self._wake(self._table.opener_row(handle.slot))
         # Known already: to a listener before us, whose Deliver may have died with it.
         word = self._table.read(handle.slot, handle.generation)
         if word is not None and word.state in OPEN:
-            self._deliver(room)
+            self._deliver(room, now_ns)
         else:
             self._look(room, now_ns)
 
-    def _deliver(self, room: Room) -> None:
+    def _deliver(self, room: Room, now_ns: int) -> None:
+        """Tell the worker; again now and then, until a chunk was posted."""
         if room.destination is not None and not room.failed:
-            handle = room.handle
-            deliver = Deliver(handle.slot, handle.generation, room.destination)
+            room.deliver_ns = now_ns + DELIVER_NS
+            deliver = Deliver(*room.handle[1:], room.destination)
             self._mailbox.post(worker_link(room.rank), deliver)
 
     # --- decode asks, decode gives up ------------------------------------------------------------
@@ -290,11 +293,8 @@ class PrefillListener:
 
     def _fault(self, room: Room, reason: Reason, now_ns: int, *, tell: bool = True) -> None:
         """End a room; the peer is told unless it was the one who said so."""
-        handle = room.handle
-        if self._table.move(
-            handle.slot, handle.generation, Event.FAULT, now_ns=now_ns, reason=reason
-        ):
-            self._wake(self._table.opener_row(handle.slot))
+        if self._table.move(*room.handle[1:], Event.FAULT, now_ns=now_ns, reason=reason):
+            self._wake(self._table.opener_row(room.handle.slot))
         self._look(room, now_ns, tell=tell)
 
     def _on_ended(self, ended: Ended, now_ns: int) -> None:
@@ -347,8 +347,7 @@ class PrefillListener:
     def _succeed(self, room: Room) -> None:
         self._leave(room)
         if room.matched:
-            handle = room.handle
-            moved_bytes = self._table.moved_bytes(handle.slot, handle.generation)
+            moved_bytes = self._table.moved_bytes(*room.handle[1:])
             self._past.succeed(room, moved_bytes)
 
     def _fail(self, room: Room, reason: Reason, now_ns: int, *, tell: bool = True) -> None:
@@ -386,6 +385,8 @@ class PrefillListener:
                 self._adopt(Handle(row[1], slot, generation), row[5] >> 40, now_ns)
             elif state in TERMINAL:
                 self._look(known, now_ns)
+            elif state == KVPoll.WaitingForInput and now_ns >= known.deliver_ns:
+                self._deliver(known, now_ns)
         for room in [r for slot, r in self._rooms.items() if slot not in live]:
             self._look(room, now_ns)
         self._scanned_ns = now_ns

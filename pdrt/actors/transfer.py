@@ -25,7 +25,7 @@ from pdrt.actors.base import Throttle
 from pdrt.actors.news import News
 from pdrt.actors.paths import LISTENER, Path, Paths, tables
 from pdrt.actors.taken import Taken
-from pdrt.clock import MILLISECOND_NS
+from pdrt.clock import MILLISECOND_NS, Clock
 from pdrt.config import Timeouts
 from pdrt.errors import QueueFull
 from pdrt.mailbox import Address, Postman
@@ -82,11 +82,13 @@ class TransferWorker:
         table: StatusTable,
         mailbox: Postman,
         timeouts: Timeouts,
+        clock: Clock,
         wake: Callable[[int], None],
     ) -> None:
         """`transports`: name -> (opened transport, its metadata).  `wake(row)` nudges an engine.
         The mailbox has a link named "listener"."""
         self._region = region
+        self._clock = clock  # a write may copy for long before it returns
         self._transports = {name: transport for name, (transport, _) in transports.items()}
         self._offers = {name: metadata for name, (_, metadata) in transports.items()}
         self._table = table
@@ -149,9 +151,9 @@ class TransferWorker:
         if chunk.index == room.next_index and not room.ending:
             room.next_index += 1
             room.chunks.append(chunk)
-            self._post(room, now_ns)
         # An older index is a repeat, a newer one follows a lost one: either way, say what we have.
         self._table.set_taken(chunk.slot, chunk.generation, room.next_index)
+        self._post(room, now_ns)
 
     def _on_deliver(self, deliver: Deliver, now_ns: int) -> None:
         destination = deliver.destination
@@ -195,6 +197,9 @@ class TransferWorker:
         room.path = path
         handle = room.handle
         for chunk in chunks:
+            if chunk.start + len(chunk.pages) // 4 > len(destination.pages) // 4:
+                self._fault(room, Reason.BAD_DESTINATION, now_ns)
+                return
             if not self._table.move(
                 handle.slot,
                 handle.generation,
@@ -209,10 +214,7 @@ class TransferWorker:
             except (TransportError, QueueFull) as error:
                 if self._may_log(now_ns):
                     log.warning("room=%d write refused: %s", handle.room, error)
-                full = isinstance(error, QueueFull)
-                self._fault(
-                    room, Reason.TRANSPORT_FAILED if full else Reason.BAD_DESTINATION, now_ns
-                )
+                self._fault(room, Reason.TRANSPORT_FAILED, now_ns)
                 return
         self._active[handle.slot] = room
         self._advance(room, now_ns)
@@ -223,11 +225,6 @@ class TransferWorker:
         assert room.remote_pages is not None
         local = np.frombuffer(chunk.pages, dtype="<i4")
         remote = room.remote_pages[chunk.start : chunk.start + len(local)]
-        if len(remote) != len(local):
-            raise TransportError(
-                f"the destination has {len(room.remote_pages)} pages, "
-                f"chunk {chunk.index} ends at {chunk.start + len(local)}"
-            )
         length_bytes = len(local) * self._region.page_bytes
         if chunk.last:
             local = np.append(local, np.int32(self._region.pages_count + chunk.aux_index))
@@ -272,7 +269,8 @@ class TransferWorker:
         handle, destination, path = room.handle, room.destination, room.path
         assert destination is not None
         assert path is not None
-        if not self._table.move(handle.slot, handle.generation, Event.LANDED, now_ns=now_ns):
+        landed_ns = self._clock()
+        if not self._table.move(handle.slot, handle.generation, Event.LANDED, now_ns=landed_ns):
             self._check(room, now_ns)
             return
         del self._rooms[handle.slot]
@@ -297,7 +295,7 @@ class TransferWorker:
     def _tell_end(self, room: Room, *, failed: bool, reason: Reason = Reason.NONE) -> None:
         id_, slot, generation = room.handle
         ended = Ended(slot, generation, failed, reason, room=id_, rank=self._region.rank)
-        self._mailbox.post(LISTENER, ended)
+        self._mailbox.post(LISTENER, ended, lazy=not failed)
         self._wake(self._table.opener_row(slot))
 
     def _check(self, room: Room, now_ns: int) -> None:

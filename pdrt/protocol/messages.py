@@ -236,8 +236,8 @@ class Fenced(Message, frozen=True, array_like=True, tag=37):
 
 
 class Deliver(Message, frozen=True, array_like=True, tag=38):
-    """Listener -> worker: the destination of our room in `slot`.  Sent again to a restarted
-    worker."""
+    """Listener -> worker: the destination of our room in `slot`.  Sent again every second until
+    a chunk was posted, and at once to a restarted worker."""
 
     slot: Slot
     generation: U32

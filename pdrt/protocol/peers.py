@@ -1,4 +1,4 @@
-"""How a peer and a path are written into a slot: 64-bit numbers that survive the processes."""
+"""How a peer and a transport are written into a slot: small numbers that survive the processes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ TRANSPORT_CODES = ("", "nixl", "shm", "fake")  # position is the code in the slo
 
 
 def instance_digest(instance: str) -> int:
-    """A 64-bit digest of an instance id; never 0, which means no peer."""
-    return int.from_bytes(hashlib.blake2b(instance.encode(), digest_size=8).digest(), "little") or 1
+    """A 32-bit digest of an instance id; never 0, which means no peer.  Two peers with one digest
+    only make each other's memory quiet later."""
+    return int.from_bytes(hashlib.blake2b(instance.encode(), digest_size=4).digest(), "little") or 1
 
 
 def transport_code(name: str) -> int:

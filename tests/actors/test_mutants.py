@@ -18,7 +18,7 @@ from pdrt.actors.taken import Taken
 from pdrt.actors.transfer import TransferWorker
 from pdrt.protocol.peers import TRANSPORT_CODES
 from pdrt.protocol.states import KVPoll, Role
-from pdrt.shm_status import OPENER, PEER, TRANSPORT
+from pdrt.shm_status import OPENER, PATH, peer_of, transport_of
 from tests.actors import schedule
 from tests.actors.test_world import moving, succeeds, to_phase, until_verdict, verdict
 from tests.actors.world import World
@@ -56,9 +56,9 @@ def _unmapped_is_quiet(patch: pytest.MonkeyPatch) -> None:
     shm = TRANSPORT_CODES.index("shm")
 
     def too_soon(self: Janitor, row: Any, slot: int, generation: int, *rest: Any) -> None:
-        peer, rank = int(row[PEER // 8]), int(row[OPENER // 8]) >> 40
+        peer, rank = peer_of(int(row[PATH // 8])), int(row[OPENER // 8]) >> 40
         owner = int(row[0]) >> 21 & 0x7FF
-        by_shm = self._table.role is Role.DECODE and int(row[TRANSPORT // 8]) == shm
+        by_shm = self._table.role is Role.DECODE and transport_of(int(row[PATH // 8])) == shm
         if by_shm and not self._mapped(peer, rank, owner):
             self._table.set_quiet(slot, generation)
         settle(self, row, slot, generation, *rest)

@@ -223,6 +223,7 @@ class Tree:
             table=process.table,
             mailbox=box,
             timeouts=self.shape.timeouts,
+            clock=self.clock,
             wake=lambda row: None,
         )
 

@@ -16,6 +16,7 @@ import msgspec
 from pdrt.errors import BadConfig
 
 DEFAULT_BOOTSTRAP_PORT = 8998
+LOG_LEVELS = ("debug", "info", "warning", "error")
 TRANSPORTS = ("nixl", "shm")
 MESSAGE_BYTES_MAX = 4 << 20
 TIMEOUT_MAX_S = 1_000_000
@@ -88,6 +89,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise BadConfig(f"--transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         if self.engine not in ("reference", "none"):
             raise BadConfig(f"--engine {self.engine!r} is neither reference nor none")
+        if self.log_level not in LOG_LEVELS:
+            raise BadConfig(f"--log-level {self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
         if not self.devices or len(set(self.devices)) != len(self.devices):
             raise BadConfig(f"--devices {','.join(self.devices)!r}: give each device once")
         for device in self.devices:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 RANK = {  # a part may import only parts of a lower rank; equals never meet
     "errors": 0, "clock": 0,
     "protocol": 1, "config": 1, "supervision": 1, "child": 1, "loop": 1,  # need errors or clock
-    "memory": 2, "shm_status": 2, "mailbox": 2, "supervisor": 2, "attach": 2,
+    "memory": 2, "shm_status": 2, "mailbox": 2, "supervisor": 2, "attach": 2, "logs": 2,
     "transports": 3, "metrics": 3,
     "actors": 4, "engine": 4, "health": 4,
     "runtime": 5,

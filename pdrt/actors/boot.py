@@ -3,7 +3,6 @@ loop."""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import socket
@@ -22,6 +21,7 @@ from pdrt.child import Descriptor
 from pdrt.clock import monotonic_ns
 from pdrt.config import Settings, default_environment, ucx_environment
 from pdrt.errors import AttachFailed
+from pdrt.logs import start_logging
 from pdrt.mailbox import Mailbox
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.states import Role
@@ -77,11 +77,7 @@ class Waker:
 
 
 def _enter(boot: Boot, row: int) -> tuple[StatusTable, Mailbox]:
-    logging.basicConfig(
-        level=boot.settings.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s "
-        f"role={boot.settings.role} pid=%(process)d %(message)s",
-    )
+    start_logging(boot.settings)
     table = StatusTable(boot.table.fd)
     table.me = Owner(row, table.incarnation(row))
     return table, Mailbox(f"{boot.instance}-{row}.{table.me.incarnation}".encode(), table.count)

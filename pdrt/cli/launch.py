@@ -169,19 +169,15 @@ def settings_from(role: str, flags: Flags) -> Settings:
 
 def serve(role: str, flags: Flags) -> int:
     """Run one role until it is stopped; returns the exit code."""
-    import logging
-
     from pdrt.child import Descriptor
     from pdrt.config import authority, cache_folder, default_environment
+    from pdrt.logs import start_logging
     from pdrt.runtime import EngineChild, Runtime, listen
     from pdrt.serving.convert import model_folder
     from pdrt.serving.model_config import read_model_config
 
     settings = settings_from(role, flags)
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format=f"%(asctime)s %(levelname)s %(name)s role={role} pid=%(process)d %(message)s",
-    )
+    start_logging(settings)
     if flags.ib_device:
         default_environment({"UCX_NET_DEVICES": flags.ib_device})
     path = Path(settings.model_path) if settings.model_path else None

@@ -7,8 +7,6 @@ noticed in every phase, because something always waits for `http.disconnect`.
 from __future__ import annotations
 
 import asyncio
-import errno
-import socket
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -24,7 +22,6 @@ from pdrt.errors import (
     Closed,
     IllegalMove,
     PdrtError,
-    PortInUse,
     Refused,
     TransferError,
 )
@@ -255,24 +252,10 @@ class Http1Only:
         await send({"type": "http.response.body", "body": body})
 
 
-def open_listener(host: str, port: int) -> socket.socket:
-    """A bound listening socket for `uvicorn.Server(config).serve(sockets=[it])`; port 0 picks one.
-
-    Raises PortInUse before anything else has started, where uvicorn would log and exit.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        raise PortInUse(f"{host}:{port} is in use by another process") from error
-
-
 def uvicorn_config(
     app: ASGIApp, *, graceful_shutdown_s: int | None = None, **options: Any
 ) -> uvicorn.Config:
-    """How pdrt runs uvicorn.  Serve it on sockets: `Server(config).serve(sockets=[listener])`.
+    """How pdrt runs uvicorn.  Serve it on sockets: `Server(config).serve(sockets=[listening])`.
 
     `graceful_shutdown_s`: how long running requests may go on after shutdown was asked for; None:
     until they end.  `options` override anything else.

@@ -20,6 +20,7 @@ from pdrt.child import Descriptor
 from pdrt.clock import SECOND_NS, monotonic_ns, to_ns
 from pdrt.config import Settings
 from pdrt.engine.manager import KVManager
+from pdrt.logs import start_logging
 from pdrt.metrics import StatsCollector, TableCollector, exposition
 from pdrt.protocol.states import Role
 from pdrt.serving.app import ServerInfo, build_app
@@ -52,11 +53,7 @@ def run_engine(attach_address: str, facts: EngineFacts) -> None:
     from pdrt.serving.model import PagedModel
 
     settings = facts.settings
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s "
-        f"role={settings.role} pid=%(process)d %(message)s",
-    )
+    start_logging(settings)
     manager = KVManager.attach(attach_address, name="engine")
     config = read_model_config(facts.folder)
     tokens = Tokens(facts.folder)

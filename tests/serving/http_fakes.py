@@ -16,8 +16,9 @@ import uvicorn
 from starlette.applications import Starlette
 
 from pdrt.clock import ManualClock
+from pdrt.runtime import listen
 from pdrt.serving.app import ServerInfo, build_app
-from pdrt.serving.http import open_listener, uvicorn_config
+from pdrt.serving.http import uvicorn_config
 from pdrt.serving.plan import Message
 from pdrt.serving.types import Delta, FinishReason, GenerationRequest, TokenLogprob
 from tests.waiting import wait_until
@@ -229,7 +230,7 @@ def read_until(connection: socket.socket, end: bytes) -> bytes:
 @contextmanager
 def serving(app: Starlette, **options: Any) -> Iterator[Wire]:
     """Run the app as pdrt runs it, in a thread of this process."""
-    listener = open_listener("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0, "--port")
     server = uvicorn.Server(uvicorn_config(app, **options))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()

@@ -10,7 +10,8 @@ import pytest
 from starlette.types import Message
 
 from pdrt.errors import Draining, PeerLost, PortInUse
-from pdrt.serving.http import EventStream, open_listener
+from pdrt.runtime import listen
+from pdrt.serving.http import EventStream
 from pdrt.serving.types import Delta, FinishReason
 from tests.serving.http_fakes import (
     FakeGenerator,
@@ -163,14 +164,14 @@ def test_a_connection_serves_many_requests_after_errors_too():
 
 
 def test_a_port_in_use_is_a_typed_error():
-    with open_listener("127.0.0.1", 0) as taken:
+    with listen("127.0.0.1", 0, "--port") as taken:
         port = taken.getsockname()[1]
         with pytest.raises(PortInUse, match=str(port)):
-            open_listener("127.0.0.1", port)
+            listen("127.0.0.1", port, "--port")
 
 
 def test_an_ipv6_host_can_be_served():
-    with open_listener("::1", 0) as listener:
+    with listen("::1", 0, "--port") as listener:
         assert listener.family is socket.AF_INET6
 
 

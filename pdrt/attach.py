@@ -21,6 +21,7 @@ import socket
 import struct
 from collections import Counter as Multiset
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -65,8 +66,10 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def bind(address: str) -> socket.socket:
-    """A listening attach socket.  "@name" is abstract: it leaves nothing behind.  Raises
-    PortInUse."""
+    """A listening attach socket.  "@name" is abstract: it leaves nothing behind.  A path does, when
+    its owner is killed; the next owner takes it over if nobody listens there.  Raises PortInUse."""
+    if not address.startswith("@"):
+        _remove_stale(address)
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
     try:
         server.bind(_sockaddr(address))
@@ -78,6 +81,20 @@ def bind(address: str) -> socket.socket:
     server.listen(128)
     server.setblocking(False)
     return server
+
+
+def _remove_stale(path: str) -> None:
+    """Unlink a socket whose owner is gone.  Anything else at that path stays."""
+    if not Path(path).is_socket():  # connecting to a plain file is refused just the same
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+        except OSError:
+            pass  # `bind` says what is wrong
 
 
 def request(

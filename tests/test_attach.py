@@ -422,6 +422,19 @@ def test_asking_ends_at_its_deadline_and_by_a_refusal(tree: Tree) -> None:
     assert open_descriptors() <= before
 
 
+def test_a_path_is_taken_over_from_a_dead_owner_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "attach.sock"
+    bind(str(path)).close()  # as SIGKILL leaves it
+    with bind(str(path)), pytest.raises(PortInUse):
+        bind(str(path))
+    assert path.is_socket()
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    with pytest.raises(PortInUse):
+        bind(str(other))
+    assert other.read_text() == "mine"
+
+
 def test_asking_waits_for_a_place_in_the_backlog_too() -> None:
     address = f"@pdrt-test-{secrets.token_hex(8)}"
     with bind(address) as server:

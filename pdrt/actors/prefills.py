@@ -17,7 +17,7 @@ import msgspec
 
 from pdrt.clock import to_ns
 from pdrt.config import Timeouts
-from pdrt.errors import BadConfig
+from pdrt.errors import BadConfig, ProtocolError
 from pdrt.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout, RegionMap, first_difference
@@ -113,8 +113,13 @@ class Prefills:
             if len(self._known) >= PREFILLS_MAX:
                 prefill.stage, prefill.refusal = Stage.REFUSED, Reason.PEER_REFUSED
                 return prefill
+            try:
+                self._mailbox.link(link, f"tcp://{peer}", from_peer=True)
+            except ProtocolError as error:  # a request named something that is no address
+                prefill.stage, prefill.refusal = Stage.REFUSED, Reason.PEER_REFUSED
+                prefill.detail = str(error)
+                return prefill
             self._known[peer] = self._by_link[link] = prefill
-            self._mailbox.link(link, f"tcp://{peer}", from_peer=True)
             self._hello(prefill, now_ns)
         prefill.used_ns = now_ns
         return prefill

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,42 +25,48 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
 
 
-@pytest.fixture(scope="module")
-def start_cluster(
-    tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path
-) -> Iterator[StartCluster]:
-    """start_cluster(*flags, model=tiny, router=None) -> a running Cluster, stopped at module
-    end."""
-    running: list[Cluster] = []
+@pytest.fixture(scope="session")
+def make_cluster(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> StartCluster:
+    """make_cluster(*flags, model=tiny, router=None) -> a Cluster, not started."""
 
-    def start(
+    def make(
         *flags: str,
         prefill: Sequence[str] = (),
         decode: Sequence[str] = (),
         model: Path | None = None,
         router: str | None = None,
     ) -> Cluster:
-        cluster = Cluster(
+        common = ["--model-path", str(model or tiny_folder), "--served-model-name", "tiny"]
+        return Cluster(
             tmp_path_factory.mktemp("cluster"),
-            both=[
-                "--model-path",
-                str(model or tiny_folder),
-                "--served-model-name",
-                "tiny",
-                "--threads",
-                "1",
-                "--kv-checksum",
-                *flags,
-            ],
+            both=[*common, "--threads", "1", "--kv-checksum", *flags],
             prefill=prefill,
             decode=decode,
             router=router,
             environment=LOOPBACK,
         )
-        running.append(cluster)
-        cluster.start()
-        return cluster
 
-    yield start
-    for cluster in running:
-        cluster.stop()
+    return make
+
+
+@pytest.fixture(scope="module")
+def start_cluster(make_cluster: StartCluster) -> Iterator[StartCluster]:
+    """As make_cluster, and started; stopped at the module's end, if the test did not."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*flags: str, **options: Any) -> Cluster:
+            cluster = stack.enter_context(make_cluster(*flags, **options))
+            cluster.start()
+            return cluster
+
+        yield start
+
+
+@pytest.fixture(scope="session", params=["nixl", "shm"])
+def pair(make_cluster: StartCluster, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """One prefill and one decode for every test that leaves them as it found them, whatever it
+    killed.  Two devices, small chunks, short deadlines."""
+    flags = ["--devices", "cpu:0,cpu:1", "--chunked-prefill-size", "64", "--quiet-timeout", "3"]
+    with make_cluster("--transport", request.param, *flags, *QUICK) as cluster:
+        cluster.start()
+        yield cluster

@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from pdrt.cli.cluster import Cluster, Member
-from tests.e2e.conftest import QUICK, StartCluster
 from tests.e2e.driver import Driver, Outcome, wait_idle
 from tests.waiting import wait_until
 
@@ -27,12 +26,6 @@ TYPED = {
     "waiting_timeout",
     "transfer_stalled",
 }
-
-
-@pytest.fixture(scope="module", params=["nixl", "shm"])
-def cluster(start_cluster: StartCluster, request: pytest.FixtureRequest) -> Cluster:
-    flags = ["--transport", request.param, "--chunked-prefill-size", "64", "--quiet-timeout", "3"]
-    return start_cluster(*flags, *QUICK)
 
 
 def child_pid(member: Member, name: str) -> int:
@@ -56,11 +49,9 @@ async def kill_midway(driver: Driver, kill: Callable[[], None], count: int) -> l
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("victim", ["listener", "worker0", "engine"])
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_a_killed_process_costs_only_what_it_moved(
-    cluster: Cluster, side: str, victim: str
-) -> None:
-    driver = Driver(cluster, timeout_s=60)
-    member = cluster.members[side]
+def test_a_killed_process_costs_only_what_it_moved(pair: Cluster, side: str, victim: str) -> None:
+    driver = Driver(pair, timeout_s=60)
+    member = pair.members[side]
     pid = child_pid(member, victim)
     outcomes = asyncio.run(kill_midway(driver, lambda: os.kill(pid, signal.SIGKILL), 16))
     for outcome in outcomes:
@@ -71,23 +62,23 @@ def test_a_killed_process_costs_only_what_it_moved(
     if victim == "listener":
         assert all(outcome.succeeded for outcome in outcomes), "a listener moves no bytes"
     wait_until(lambda: child_pid(member, victim) not in (0, pid), 30, f"a new {victim}")
-    wait_until(lambda: is_ready(cluster.prefill) and is_ready(cluster.decode), 60, "both ready")
-    wait_idle(cluster, 15)
+    wait_until(lambda: is_ready(pair.prefill) and is_ready(pair.decode), 60, "both ready")
+    wait_idle(pair, 15)
     bodies = [driver.body(PROMPT, max_new_tokens=4) for _ in range(8)]
     later = driver.ask(*bodies, concurrency=8)
     assert all(outcome.succeeded for outcome in later), later
 
 
-def test_health_answers_while_a_child_is_stopped(cluster: Cluster) -> None:
+def test_health_answers_while_a_child_is_stopped(pair: Cluster) -> None:
     """Ready turns 503 and names the child; live stays 200; it comes back by itself."""
-    pid = child_pid(cluster.decode, "listener")
+    pid = child_pid(pair.decode, "listener")
     os.kill(pid, signal.SIGSTOP)
     try:
-        wait_until(lambda: not is_ready(cluster.decode), 10, "ready to turn 503")
-        url = cluster.decode.supervisor_url
+        wait_until(lambda: not is_ready(pair.decode), 10, "ready to turn 503")
+        url = pair.decode.supervisor_url
         assert httpx.get(f"{url}/live", timeout=5).status_code == 200
         reasons = httpx.get(f"{url}/ready", timeout=5).json()["reasons"]
         assert any("listener" in reason for reason in reasons), reasons
     finally:
         os.kill(pid, signal.SIGCONT)
-    wait_until(lambda: is_ready(cluster.decode), 30, "ready again")
+    wait_until(lambda: is_ready(pair.decode), 30, "ready again")

@@ -11,7 +11,6 @@ import httpx
 import pytest
 
 from pdrt.cli.cluster import Cluster
-from tests.e2e.conftest import QUICK, StartCluster
 from tests.e2e.driver import Driver, held, wait_idle
 from tests.waiting import wait_until
 
@@ -19,24 +18,11 @@ CLIENTS = 40
 PROMPT = [5 + i % 400 for i in range(600)]
 
 
-@pytest.fixture(scope="module", params=["nixl", "shm"])
-def cluster(start_cluster: StartCluster, request: pytest.FixtureRequest) -> Cluster:
-    flags = [
-        "--transport",
-        request.param,
-        "--chunked-prefill-size",
-        "64",
-        "--devices",
-        "cpu:0,cpu:1",
-    ]
-    return start_cluster(*flags, *QUICK)
-
-
 async def leave(
-    client: httpx.AsyncClient, cluster: Cluster, body: dict[str, Any], legs: str, after_s: float
+    client: httpx.AsyncClient, pair: Cluster, body: dict[str, Any], legs: str, after_s: float
 ) -> None:
     """Send a body to both servers, stay `after_s`, then close the connections in `legs`."""
-    urls = {"p": cluster.prefill.url, "d": cluster.decode.url}
+    urls = {"p": pair.prefill.url, "d": pair.decode.url}
     tasks = {
         leg: asyncio.create_task(client.post(f"{url}/generate", json=body))
         for leg, url in urls.items()
@@ -49,10 +35,8 @@ async def leave(
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("legs", ["pd", "p", "d"])
-def test_forty_clients_that_leave_at_random_moments_leave_nothing(
-    cluster: Cluster, legs: str
-) -> None:
-    driver = Driver(cluster)
+def test_forty_clients_that_leave_at_random_moments_leave_nothing(pair: Cluster, legs: str) -> None:
+    driver = Driver(pair)
     chance = random.Random(legs)
     assert driver.ask(driver.body(PROMPT, max_new_tokens=4))[0].succeeded
 
@@ -64,7 +48,7 @@ def test_forty_clients_that_leave_at_random_moments_leave_nothing(
                 *(
                     leave(
                         client,
-                        cluster,
+                        pair,
                         driver.body(
                             PROMPT[: chance.randrange(1, 600)], max_new_tokens=200, ignore_eos=True
                         ),
@@ -76,18 +60,18 @@ def test_forty_clients_that_leave_at_random_moments_leave_nothing(
             )
 
     asyncio.run(storm())
-    wait_idle(cluster, 2)
+    wait_idle(pair, 2)
     assert all(o.succeeded for o in driver.ask(*[driver.body(PROMPT, max_new_tokens=4)] * 1))
 
 
-def test_abort_request_ends_the_room_on_both_sides(cluster: Cluster) -> None:
-    driver = Driver(cluster)
+def test_abort_request_ends_the_room_on_both_sides(pair: Cluster) -> None:
+    driver = Driver(pair)
     body = driver.body(PROMPT, max_new_tokens=1000, ignore_eos=True) | {"rid": "to-abort"}
 
     async def run() -> Any:
         async with httpx.AsyncClient(timeout=30) as client:
             asked = asyncio.create_task(driver.ask_async([body], 1))
-            url = f"{cluster.decode.url}/abort_request"
+            url = f"{pair.decode.url}/abort_request"
             while not asked.done():
                 await client.post(url, json={"rid": "to-abort"})
                 await asyncio.wait([asked], timeout=0.05)
@@ -95,18 +79,16 @@ def test_abort_request_ends_the_room_on_both_sides(cluster: Cluster) -> None:
 
     outcome = asyncio.run(run())
     assert outcome.decode["meta_info"]["finish_reason"]["type"] == "abort", outcome
-    wait_idle(cluster, 2)
+    wait_idle(pair, 2)
 
 
-def test_a_prefill_without_its_decode_ends_at_its_deadline(cluster: Cluster) -> None:
+def test_a_prefill_without_its_decode_ends_at_its_deadline(pair: Cluster) -> None:
     """And the other way round; each with a typed error that says which half was missing."""
-    driver = Driver(cluster)
-    for member in (cluster.prefill, cluster.decode):
+    driver = Driver(pair)
+    for member in (pair.prefill, pair.decode):
         body = driver.body(PROMPT[:20], max_new_tokens=4)
         response = httpx.post(f"{member.url}/generate", json=body, timeout=30)
         assert response.status_code == 503, response.text
         error = response.json()["error"]
         assert error["code"] in ("bootstrap_timeout", "waiting_timeout", "transfer_stalled"), error
-        wait_until(
-            lambda: not held(cluster.prefill) and not held(cluster.decode), 5, "nothing held"
-        )
+        wait_until(lambda: not held(pair.prefill) and not held(pair.decode), 5, "nothing held")

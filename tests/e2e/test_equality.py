@@ -147,7 +147,8 @@ def test_disaggregated_output_equals_that_of_one_process(
     devices = ",".join(f"cpu:{i}" for i in range(devices_count))
     flags = ["--transport", transport, "--devices", devices]
     cluster = start_cluster(*flags, "--chunked-prefill-size", str(chunk), model=smol_folder)
-    driver = Driver(cluster)
+    # Sixteen long prompts in chunks of seven tokens take minutes, and the last waits for all.
+    driver = Driver(cluster, timeout_s=600)
     try:
         for name, concurrency, every in passes:
             bodies = [

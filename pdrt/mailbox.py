@@ -35,6 +35,9 @@ QUEUE_MAX = 1024  # frames waiting to one addressee
 FRAMES_A_TURN = 64
 MESSAGES_A_TURN = 4096
 HANDSHAKE_MS = 2000
+# Between hosts a connection can die without a word (a firewall forgets it, a host is gone), and TCP
+# alone goes on for a quarter of an hour.  ZMQ's own ping finds that out, and connects anew.
+PING_MS, PONG_MS = 1000, 3000
 LAZY_NS = 20 * MILLISECOND_NS  # far below the first repeat of what waits for an acknowledgement
 
 
@@ -68,7 +71,7 @@ class Mailbox:
 
     def open_door(self, name: str, endpoint: str, fd: int, *, from_peer: bool) -> None:
         """Serve a listening descriptor.  `from_peer`: only peer messages are let in."""
-        socket = self._socket(zmq.ROUTER)
+        socket = self._socket(zmq.ROUTER, from_peer=from_peer)
         socket.set(zmq.ROUTER_MANDATORY, 1)
         socket.set(zmq.ROUTER_HANDOVER, 1)
         socket.set(zmq.USE_FD, fd)
@@ -86,7 +89,7 @@ class Mailbox:
         if self._endpoints.get(name) == endpoint:
             return
         self.unlink(name)
-        socket = self._socket(zmq.DEALER)
+        socket = self._socket(zmq.DEALER, from_peer=from_peer)
         socket.set(zmq.ROUTING_ID, self._identity)
         try:
             socket.connect(endpoint)
@@ -164,9 +167,19 @@ class Mailbox:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
             self._count(Counter.SENDS_REFUSED, len(messages), 0)
+            if isinstance(to, str):
+                self._mend(to)
         else:
             self._count(Counter.FRAMES_OUT, 1, 0)
             self._count(Counter.MESSAGES_OUT, len(messages), 0)
+
+    def _mend(self, name: str) -> None:
+        """A peer's link that takes nothing is full, or dead: ZMQ never again connects where it read
+        nonsense once.  Dial anew; what was lost is sent again."""
+        if self._names[self._links[name]][2]:
+            endpoint = self._endpoints[name]
+            self.unlink(name)
+            self.link(name, endpoint, from_peer=True)
 
     def receive(self, timeout_ms: int) -> list[Envelope]:
         """What arrived, after waiting at most `timeout_ms` for something.  Malformed frames are
@@ -207,8 +220,11 @@ class Mailbox:
         self._links.clear()
         self._context.term()
 
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+    def _socket(self, kind: int, *, from_peer: bool) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
+        if from_peer:
+            socket.set(zmq.HEARTBEAT_IVL, PING_MS)
+            socket.set(zmq.HEARTBEAT_TIMEOUT, PONG_MS)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, QUEUE_MAX)
         socket.set(zmq.RCVHWM, QUEUE_MAX)

@@ -12,7 +12,7 @@ import zmq
 from pdrt import mailbox as mailbox_module
 from pdrt.errors import ProtocolError
 from pdrt.mailbox import FRAMES_A_TURN, LAZY_NS, MESSAGES_A_TURN, Envelope, Mailbox
-from pdrt.protocol.codec import FRAME_BYTES_MAX, MAGIC, Malformed, encode
+from pdrt.protocol.codec import FRAME_BYTES_MAX, MAGIC, Malformed, encode, seal
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import (
     AnyMessage,
@@ -312,7 +312,7 @@ MALFORMED: list[tuple[Malformed, list[bytes]]] = [
     (Malformed.FOREIGN, [b"{}"]),
     (Malformed.UNREADABLE, [MAGIC]),
     (Malformed.UNREADABLE, [encode([NEWS])[:-1]]),
-    (Malformed.UNKNOWN, [MAGIC + b"\x91\x91\x63"]),
+    (Malformed.UNKNOWN, [seal(b"\x91\x91\x63")]),
     (Malformed.NOT_FOR_PEERS, [encode([NEWS, PeerGone("x")])]),
 ]
 

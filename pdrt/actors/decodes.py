@@ -93,6 +93,7 @@ class Decodes:
         self._mailbox = mailbox
         self._timeouts = timeouts
         self._known: dict[str, Decode] = {}
+        self._replaced: list[Decode] = []  # forgotten, and not yet returned by `take_lost`
         self._worker_epochs: dict[int, int] = {}
         self._may_log = Throttle()
 
@@ -135,6 +136,7 @@ class Decodes:
             return
         known = self._known.get(introduction.instance)
         if known is None:
+            self._replace(introduction)
             known = self._known[introduction.instance] = Decode(introduction, sender, now_ns)
         known.introduction, known.address, known.heard_ns = introduction, sender, now_ns
         epochs = {agent.rank: agent.epoch for agent in introduction.agents}
@@ -145,6 +147,20 @@ class Decodes:
         if not self._answer(known):
             for rank in ranks:
                 self._tell_worker(known, rank)
+
+    def _replace(self, introduction: Introduction) -> None:
+        """Another instance has the address of one that we know: that one is dead."""
+        for decode in list(self._known.values()):
+            if decode.introduction.control == introduction.control:
+                log.warning("decode=%s replaced by=%s", decode.instance, introduction.instance)
+                self._forget(decode)
+                self._replaced.append(decode)
+
+    def _forget(self, decode: Decode) -> None:
+        self._table.count(Counter.PEERS_LOST)
+        del self._known[decode.instance]
+        for rank in range(self._layout.ranks):
+            self._mailbox.post(worker_link(rank), PeerGone(decode.instance))
 
     def _tell_worker(self, decode: Decode, rank: int) -> None:
         agent = decode.agent(rank)
@@ -196,14 +212,14 @@ class Decodes:
         decode.heard_ns, decode.address = now_ns, sender
         return decode
 
-    def take_lost(self, now_ns: int) -> list[Decode]:
-        """Forget, and return, every decode that has been silent for too long."""
+    def take_lost(self, now_ns: int) -> list[tuple[Decode, Reason]]:
+        """Forget every decode that has been silent for too long; return them, and those whose
+        address another has now."""
         limit_ns = to_ns(self._timeouts.peer_s)
-        lost = [d for d in self._known.values() if now_ns - d.heard_ns > limit_ns]
-        for decode in lost:
+        lost = [(decode, Reason.PEER_RESTARTED) for decode in self._replaced]
+        self._replaced = []
+        for decode in [d for d in self._known.values() if now_ns - d.heard_ns > limit_ns]:
             log.warning("decode=%s lost silent_s=%.1f", decode.instance, self._timeouts.peer_s)
-            self._table.count(Counter.PEERS_LOST)
-            del self._known[decode.instance]
-            for rank in range(self._layout.ranks):
-                self._mailbox.post(worker_link(rank), PeerGone(decode.instance))
+            self._forget(decode)
+            lost.append((decode, Reason.PEER_LOST))
         return lost

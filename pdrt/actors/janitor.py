@@ -32,7 +32,7 @@ from pdrt.shm_status import (
     peer_of,
 )
 
-IDLE_FENCE_NS = SECOND_NS  # an idle worker is fenced this early: nobody else pays for it
+IDLE_FENCE_NS = SECOND_NS  # idle for so long, a worker is fenced early: nobody else pays for it
 
 log = logging.getLogger("pdrt.janitor")
 
@@ -55,6 +55,7 @@ class Janitor:
         self._mapped = mapped
         self._fence = fence
         self._wake = wake
+        self._busy_ns: dict[int, int] = {}  # row -> when it last had a room that moves
         self._fenced: dict[int, int] = {}  # row -> incarnation restarted on purpose
 
     def sweep(self, now_ns: int) -> int:
@@ -64,6 +65,9 @@ class Janitor:
         if not len(slots):
             return 0
         rows = table.rows(slots)
+        # A slot that was cleared since `live_slots` reads as Failed, unquiet and owned by nobody.
+        live = (rows[:, 0] >> np.uint64(GENERATION_SHIFT)) & np.uint64(1) == 1
+        slots, rows = slots[live], rows[live]
         words, openers = rows[:, 0], rows[:, OPENER // 8]
         living = table.incarnations()
         states = words & np.uint64(STATE_MASK)
@@ -79,6 +83,8 @@ class Janitor:
         unquiet = (states == KVPoll.Failed) & (words & np.uint64(QUIET_BIT) == 0)
         claimed = states == CLAIMED
         moving = np.bincount(owner_rows[states == KVPoll.Transferring], minlength=256)
+        for row_index in np.flatnonzero(moving).tolist():
+            self._busy_ns[row_index] = now_ns
         changed = 0
         for i in np.flatnonzero(late | owner_dead | opener_dead | unquiet | claimed).tolist():
             slot, generation = int(slots[i]), int(words[i] >> np.uint64(GENERATION_SHIFT))
@@ -96,10 +102,7 @@ class Janitor:
                 changed += self._bury(slot, generation, reason, now_ns)
             if unquiet[i]:
                 failed_ns = int(rows[i, ENTERED // 8])
-                others = int(moving[owner_rows[i]])
-                self._settle(
-                    rows[i], slot, generation, bool(owner_dead[i]), now_ns - failed_ns, others
-                )
+                self._settle(rows[i], slot, generation, bool(owner_dead[i]), now_ns, failed_ns)
             # Not in the sweep that ended it: the listener has yet to read how, and tell the peer.
             if opener_dead[i] and not is_open[i] and table.clear(slot, generation):
                 changed += 1
@@ -123,8 +126,8 @@ class Janitor:
         slot: int,
         generation: int,
         owner_dead: bool,
-        age_ns: int,
-        others: int,
+        now_ns: int,
+        failed_ns: int,
     ) -> None:
         """A Failed room that is not quiet: is it by now, and if it takes too long, make it so."""
         table = self._table
@@ -140,7 +143,9 @@ class Janitor:
             return
         if owner_dead or self._fenced.get(owner_row) == owner:
             return
-        idle = table.role is Role.DECODE and others == 0 and age_ns > IDLE_FENCE_NS
+        age_ns = now_ns - failed_ns
+        rest_ns = now_ns - self._busy_ns.get(owner_row, 0)
+        idle = table.role is Role.DECODE and min(age_ns, rest_ns) > IDLE_FENCE_NS
         if idle or age_ns > to_ns(self._timeouts.quiet_s):
             self._fenced[owner_row] = owner
             table.count(Counter.QUIET_FORCED)

@@ -367,9 +367,9 @@ class PrefillListener:
         if now_ns - self._scanned_ns >= SCAN_NS:
             self._scan(now_ns)
             self._repeat(now_ns)
-            for decode in self._decodes.take_lost(now_ns):
+            for decode, reason in self._decodes.take_lost(now_ns):
                 for room in [r for r in self._rooms.values() if r.theirs[0] == decode.instance]:
-                    self._fault(room, Reason.PEER_LOST, now_ns)
+                    self._fault(room, reason, now_ns)
                 self._past.forget_decode(decode.instance)
         return 20
 

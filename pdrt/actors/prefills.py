@@ -36,6 +36,8 @@ from pdrt.protocol.messages import (
 from pdrt.protocol.states import Reason
 from pdrt.shm_status import StatusTable
 
+DOUBTED_S = 2.0  # a path to our workers may be missing this long: one of them may be restarting
+SILENT_S = 1.0  # a worker of ours that says nothing for this long is not to be introduced
 REFUSED_S = 2.0  # how long a refusal is remembered before the prefill is asked again
 UNUSED_S = 300.0  # a link without rooms is closed after this long
 PREFILLS_MAX = 4096
@@ -63,6 +65,7 @@ class Prefill:
     transport: str = ""
     refusal: Reason = Reason.NONE
     detail: str = ""
+    doubted_ns: int = 0  # when it first found no path to our workers, since it last had one
 
     @property
     def ready(self) -> bool:
@@ -93,6 +96,7 @@ class Prefills:
         self._known: dict[str, Prefill] = {}
         self._by_link: dict[Address, Prefill] = {}
         self._workers: dict[int, WorkerUp] = {}
+        self._heard_ns: dict[int, int] = {}  # when each said last that it is up
         self._serial = 0
 
     def get(self, peer: str) -> Prefill | None:
@@ -181,9 +185,15 @@ class Prefills:
         if introduced.serial != self._serial or prefill.stage is not Stage.INTRODUCING:
             return False
         if not introduced.transport:
+            # The worker that we introduced may just have died; its successor is introduced next.
+            prefill.doubted_ns = prefill.doubted_ns or now_ns
+            silent = any(now_ns - ns > to_ns(SILENT_S) for ns in self._heard_ns.values())
+            if silent or now_ns - prefill.doubted_ns < to_ns(DOUBTED_S):
+                return False  # introduced again when due; the rooms' deadline bounds the wait
             self._refuse(prefill, Reason.TRANSPORT_FAILED, introduced.detail, now_ns)
             return False
         prefill.stage, prefill.transport = Stage.READY, introduced.transport
+        prefill.doubted_ns = 0
         log.info("prefill=%s ready transport=%s", prefill.peer, prefill.transport)
         return True
 
@@ -197,10 +207,13 @@ class Prefills:
 
     def worker_up(self, up: WorkerUp, now_ns: int) -> None:
         """A worker of ours announced itself; a new one changes where bytes may land."""
+        self._heard_ns[up.rank] = now_ns
         known = self._workers.get(up.rank)
         if up.rank >= self._layout.ranks or (known is not None and known.epoch == up.epoch):
             return
         self._workers[up.rank] = up
+        for prefill in self._known.values():
+            prefill.doubted_ns = 0
         self._serial += 1
         for prefill in self._known.values():
             if prefill.stage in (Stage.READY, Stage.INTRODUCING):

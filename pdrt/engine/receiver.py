@@ -20,6 +20,7 @@ class KVReceiver(KVRoom):
     def __init__(self, room: int, handles: Sequence[Handle], desk: Desk, peer: str) -> None:
         super().__init__(room, handles, desk, peer=peer)
         self._destinations: list[Destination] = []
+        self._landing: tuple[bytes, int] | None = None  # pages and aux row, still to be told
         self._resent_ns = self._pause_ns = 0
 
     def init(self) -> None:
@@ -33,18 +34,33 @@ class KVReceiver(KVRoom):
             opened = Opened(self.room, rank, handle.slot, handle.generation, self.peer)
             self._desk.mailbox.post(LISTENER, opened)
 
+    def poll(self) -> KVPoll:
+        state = super().poll()
+        if state is KVPoll.WaitingForInput and self._landing is not None:
+            return KVPoll.Transferring  # the engine has done its part; see send_metadata
+        return state
+
     def send_metadata(self, pages: NDArray[np.int32], aux_index: int) -> None:
         """Say where the KV must land.  From here on bytes may land there, until the room is quiet.
+        While a worker of ours is being replaced, `tick` says it once its successor is there.
         Raises IllegalMove unless the room is WaitingForInput.  After a failure nothing is sent."""
         state = self.poll()
         if state is KVPoll.Failed:
             return
         if state is not KVPoll.WaitingForInput:
             raise IllegalMove(f"room {self.room} is {state.name}; wait for WaitingForInput")
-        now_ns = self._clock()
-        data = np.ascontiguousarray(pages, dtype="<i4").tobytes()
+        self._landing = np.ascontiguousarray(pages, dtype="<i4").tobytes(), aux_index
+        self._tell(self._clock())
+
+    def _tell(self, now_ns: int) -> None:
+        assert self._landing is not None
+        workers = [self._desk.worker(rank) for rank in range(len(self._handles))]
+        if not all(worker.incarnation for worker in workers):
+            return  # nobody would own the room: its next owner would find it an orphan
+        data, aux_index = self._landing
+        self._landing = None
         for rank, handle in enumerate(self._handles):
-            worker = self._desk.worker(rank)
+            worker = workers[rank]
             # The move comes before the message: once the destination has left, only a fence or the
             # worker's death can make these pages quiet, and the table must know it by then.
             if not self._table.move(
@@ -69,12 +85,14 @@ class KVReceiver(KVRoom):
 
     @property
     def queued(self) -> bool:
-        return not self._destinations
+        return not self._destinations and self._landing is None
 
     def resend(self, now_ns: int, *, restarted: bool) -> bool:
         """Tell a listener that was restarted, or that may have missed it, about this room again."""
         if self._verdict is not None:
             return False
+        if self._landing is not None:
+            self._tell(now_ns)
         handles, table = self._handles, self._table
         if not restarted:
             if all(table.taken(h.slot, h.generation) for h in handles):

@@ -1,11 +1,17 @@
 """Frames <-> messages.  Refuses what it does not know, by kind.
 
-A frame is one byte of protocol version family, then a msgpack array of messages.  Grouping what one
-duty cycle has to say to one listener into one frame is what keeps small rooms cheap.
+    +------+-----------------------+-----------------------------+
+    | 0xd7 | CRC-32, little-endian | msgpack array of messages   |
+    +------+-----------------------+-----------------------------+
+
+Grouping what one duty cycle has to say to one listener into one frame is what keeps small rooms
+cheap.  The checksum is for page numbers: a flipped bit that TCP let through would send KV into
+somebody else's page.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import Annotated
@@ -16,6 +22,7 @@ from pdrt.errors import ProtocolError
 from pdrt.protocol.messages import PEER_MESSAGES, AnyMessage
 
 MAGIC = b"\xd7"  # not a valid first byte of UTF-8 text, of ZMTP or of a bare msgpack array
+HEAD_BYTES = 5  # magic and checksum
 FRAME_BYTES_MAX = 4 << 20
 MESSAGES_MAX = 4096  # in one frame
 
@@ -41,10 +48,19 @@ _decoder = msgspec.msgpack.Decoder(
 )
 
 
+def seal(payload: bytes) -> bytes:
+    """A frame of encoded messages."""
+    return MAGIC + _checksum(payload) + payload
+
+
+def _checksum(payload: bytes | memoryview) -> bytes:
+    return zlib.crc32(payload).to_bytes(4, "little")
+
+
 def encode(messages: Sequence[AnyMessage]) -> bytes:
     """One frame.  Raises ProtocolError(OVERSIZED) when the frame would be refused by the
     receiver."""
-    frame = MAGIC + _encoder.encode(messages)
+    frame = seal(_encoder.encode(messages))
     if len(frame) > FRAME_BYTES_MAX:
         raise ProtocolError(Malformed.OVERSIZED.name, f"{len(frame)} bytes")
     return frame
@@ -58,8 +74,11 @@ def decode(frame: bytes | memoryview, *, from_peer: bool = False) -> list[AnyMes
         raise ProtocolError(Malformed.OVERSIZED.name, f"{len(frame)} bytes")
     if frame[:1] != MAGIC:
         raise ProtocolError(Malformed.FOREIGN.name)
+    payload = frame[HEAD_BYTES:]
+    if len(frame) < HEAD_BYTES or bytes(frame[1:HEAD_BYTES]) != _checksum(payload):
+        raise ProtocolError(Malformed.UNREADABLE.name, "damaged: the checksum differs")
     try:
-        messages = _decoder.decode(frame[1:])
+        messages = _decoder.decode(payload)
     except msgspec.ValidationError as error:
         raise ProtocolError(Malformed.UNKNOWN.name, str(error)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:

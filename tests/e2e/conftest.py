@@ -62,7 +62,7 @@ def start_cluster(make_cluster: StartCluster) -> Iterator[StartCluster]:
         yield start
 
 
-@pytest.fixture(scope="session", params=["nixl", "shm"])
+@pytest.fixture(scope="session", params=["nixl", pytest.param("shm", marks=pytest.mark.slow)])
 def pair(make_cluster: StartCluster, request: pytest.FixtureRequest) -> Iterator[Cluster]:
     """One prefill and one decode for every test that leaves them as it found them, whatever it
     killed.  Two devices, small chunks, short deadlines."""

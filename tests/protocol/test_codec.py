@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from pdrt.errors import ProtocolError
-from pdrt.protocol.codec import FRAME_BYTES_MAX, MAGIC, MESSAGES_MAX, Malformed, decode, encode
+from pdrt.protocol.codec import (
+    FRAME_BYTES_MAX,
+    MAGIC,
+    MESSAGES_MAX,
+    Malformed,
+    decode,
+    encode,
+    seal,
+)
 from pdrt.protocol.messages import (
     PEER_MESSAGES,
     Abort,
@@ -28,7 +36,7 @@ packed = msgspec.msgpack.Encoder().encode
 
 
 def frame_of(plain: object) -> bytes:
-    return MAGIC + packed(plain)
+    return seal(packed(plain))
 
 
 def refused_as(frame: bytes | memoryview, *, from_peer: bool = False) -> Malformed:
@@ -83,24 +91,24 @@ def test_a_peer_is_let_in_only_with_peer_messages(messages: list[AnyMessage]) ->
 
 @settings(deadline=None, max_examples=300)
 @given(st.binary(max_size=200))
-@example(MAGIC + b"\x91" * 100_000)  # nested without end
-@example(MAGIC + b"\xdd\xff\xff\xff\xff")  # four billion messages, it says
-@example(MAGIC + b"\xdd\xff\xff\xff\xff" * 1000)
-@example(MAGIC + b"\x91\xdd\xff\xff\xff\xff\x0d")
-@example(MAGIC + b"\x91\x92\x0d\xc6\xff\xff\xff\xff")  # four billion bytes
-@example(MAGIC + b"\x91\x92\x0d\xdb\xff\xff\xff\xff")  # ... of text
-@example(MAGIC + b"\x91\x92\x0d\xdf\xff\xff\xff\xff")  # ... pairs
-@example(MAGIC + b"\x91\x92\x21\x92\x01\xc9\xff\xff\xff\xff\x01")  # ... of an extension
-@example(MAGIC + b"\x91\x93\x24\xa2\xff\xfe\xc0")  # not UTF-8
-@example(MAGIC + b"\x91" + b"\x81\xa1a" * 100_000)
-@example(MAGIC + b"\xc1")  # the one byte that msgpack does not use
-@example(MAGIC + b"\x91\x91\xd3" + struct.pack(">q", -(2**63)))
-@example(MAGIC + b"\x91\x99\x0d\x01\x00\x00\x01\xa1d\x01\xc2" + b"\x91" * 100_000)  # appended
-@example(MAGIC + b"\x91\x94\x21\x01\x01\x81\xa2\xff\xfe\xc4\x00")
-@example(MAGIC + b"\x90trailing")
+@example(seal(b"\x91" * 100_000))  # nested without end
+@example(seal(b"\xdd\xff\xff\xff\xff"))  # four billion messages, it says
+@example(seal(b"\xdd\xff\xff\xff\xff" * 1000))
+@example(seal(b"\x91\xdd\xff\xff\xff\xff\x0d"))
+@example(seal(b"\x91\x92\x0d\xc6\xff\xff\xff\xff"))  # four billion bytes
+@example(seal(b"\x91\x92\x0d\xdb\xff\xff\xff\xff"))  # ... of text
+@example(seal(b"\x91\x92\x0d\xdf\xff\xff\xff\xff"))  # ... pairs
+@example(seal(b"\x91\x92\x21\x92\x01\xc9\xff\xff\xff\xff\x01"))  # ... of an extension
+@example(seal(b"\x91\x93\x24\xa2\xff\xfe\xc0"))  # not UTF-8
+@example(seal(b"\x91" + b"\x81\xa1a" * 100_000))
+@example(seal(b"\xc1"))  # the one byte that msgpack does not use
+@example(seal(b"\x91\x91\xd3" + struct.pack(">q", -(2**63))))
+@example(seal(b"\x91\x99\x0d\x01\x00\x00\x01\xa1d\x01\xc2" + b"\x91" * 100_000))  # appended
+@example(seal(b"\x91\x94\x21\x01\x01\x81\xa2\xff\xfe\xc4\x00"))
+@example(seal(b"\x90trailing"))
 def test_any_bytes_are_messages_or_a_protocol_error(data: bytes) -> None:
     check_any(data)
-    check_any(MAGIC + data)
+    check_any(seal(data))
 
 
 @settings(deadline=None, max_examples=300)
@@ -159,6 +167,14 @@ def test_a_number_out_of_its_bounds_is_malformed(
     plain = plain_of(data.draw(of_struct(cls)))
     plain[position] = value
     assert refused_as(frame_of([plain])) is Malformed.UNKNOWN
+
+
+@given(st.lists(any_message, min_size=1, max_size=3), st.data())
+def test_one_flipped_bit_is_always_seen(messages: list[AnyMessage], data: st.DataObject) -> None:
+    frame = bytearray(encode(messages))
+    bit = data.draw(st.integers(0, 8 * len(frame) - 1))
+    frame[bit // 8] ^= 1 << bit % 8
+    assert refused_as(bytes(frame)) in (Malformed.UNREADABLE, Malformed.FOREIGN)
 
 
 def test_each_kind_of_malformed_frame_is_told_apart() -> None:

@@ -18,7 +18,6 @@ from pdrt.errors import BadConfig
 DEFAULT_BOOTSTRAP_PORT = 8998
 LOG_LEVELS = ("debug", "info", "warning", "error")
 TRANSPORTS = ("nixl", "shm")
-MESSAGE_BYTES_MAX = 4 << 20
 TIMEOUT_MAX_S = 1_000_000
 HANG_PART = 2 / 3  # of the quiet bound
 HANG_MIN_S = 0.5  # ten pulses

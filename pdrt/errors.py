@@ -18,7 +18,7 @@ PdrtError
   CallerError              fix the request or the call
     RoomInUse PromptTooLong BadRequest IllegalMove Closed
   DeploymentError          fix the deployment; start-up stops here
-    BadConfig BadModel PortInUse NoMemory LayoutMismatch AttachFailed StartFailed
+    BadConfig BadModel PortInUse NoMemory AttachFailed StartFailed
   Escalated                children die faster than restarting helps; whoever runs us must decide
   ProtocolError            a frame that is not ours; counted by kind and dropped
 """
@@ -165,10 +165,6 @@ class PortInUse(DeploymentError):
 
 class NoMemory(DeploymentError):
     code = "no_memory"
-
-
-class LayoutMismatch(DeploymentError):
-    code = "layout_mismatch"
 
 
 class AttachFailed(DeploymentError):

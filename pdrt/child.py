@@ -14,16 +14,18 @@ A child is a fresh interpreter, as multiprocessing's "spawn" gives, but launched
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import logging
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import context, reduction
 from typing import Any, BinaryIO, NoReturn
 
@@ -103,6 +105,56 @@ class _Launch:
         return fd
 
 
+# --- a standby's way into a role -----------------------------------------------------------------
+
+
+class Promotion:
+    """A standby's end of a pipe: through it the supervisor says which child to become."""
+
+    def __init__(self, pipe: Descriptor) -> None:
+        self._pipe = pipe
+
+    def wait(self, beat: Callable[[], object], period_s: float) -> str:
+        """The name of that child.  Calls `beat` about every period_s until then."""
+        beat()
+        while not select.select([self._pipe], [], [], period_s)[0]:
+            beat()
+        name = os.read(self._pipe.fd, 256).decode()
+        os.close(self._pipe.fd)
+        if not name:  # the supervisor gave it up
+            sys.exit(0)
+        prctl(PR_SET_NAME, name.encode()[:15])
+        return name
+
+
+class Promoter:
+    """The supervisor's end."""
+
+    def __init__(self) -> None:
+        self._theirs, self._ours = os.pipe2(os.O_CLOEXEC)
+
+    @property
+    def promotion(self) -> Promotion:
+        return Promotion(Descriptor(self._theirs))
+
+    def launched(self) -> None:
+        """The child has its own copy now; with ours open it would never see the end."""
+        os.close(self._theirs)
+        self._theirs = -1
+
+    def send(self, name: str) -> None:
+        """Never blocks: the pipe is empty.  A standby that died meanwhile reads nothing; its pidfd
+        tells."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._ours, name.encode())
+
+    def close(self) -> None:
+        for fd in (self._theirs, self._ours):
+            if fd >= 0:
+                os.close(fd)
+        self._theirs = self._ours = -1
+
+
 # --- the launching side --------------------------------------------------------------------------
 
 
@@ -162,6 +214,26 @@ class ChildProcess:
         except PermissionError:
             return False
         return False
+
+    def starved_ns(self) -> int:
+        """How long its threads have been ready to run and had no CPU, in all, since launch.  The
+        kernel adds a wait when it is over."""
+        waited_ns = 0
+        for _, waited in self._threads("schedstat"):
+            waited_ns += int(waited.split()[1])
+        return waited_ns
+
+    def uninterruptible(self) -> bool:
+        """Whether its main thread waits inside the kernel, for a disk as a rule."""
+        stats = dict(self._threads("stat"))
+        return stats.get(self.pid, "").rpartition(")")[2][:2] == " D"
+
+    def _threads(self, file: str) -> Iterator[tuple[int, str]]:
+        """That file of every thread in /proc that is still there when its turn comes."""
+        tasks = f"/proc/{self.pid}/task"
+        for thread in os.listdir(tasks) if os.path.exists(tasks) else []:
+            with contextlib.suppress(OSError), open(f"{tasks}/{thread}/{file}") as text:
+                yield int(thread), text.read()
 
     def close(self) -> None:
         os.close(self.pidfd)

@@ -18,13 +18,27 @@ from pdrt.errors import BadConfig
 DEFAULT_BOOTSTRAP_PORT = 8998
 LOG_LEVELS = ("debug", "info", "warning", "error")
 TRANSPORTS = ("nixl", "shm")
+ON_TRANSFER_FAILURE = ("fail", "recompute")
 TIMEOUT_MAX_S = 1_000_000
 HANG_PART = 2 / 3  # of the quiet bound
-HANG_MIN_S = 0.5  # ten pulses
+HANG_MIN_S = 0.2  # four pulses
+
+#: SGLang's own variables, for the timeouts that mean the same here.  Flags and PDRT_* win.
+SGLANG_BOOTSTRAP = "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"
+SGLANG_WAITING = "SGLANG_DISAGGREGATION_WAITING_TIMEOUT"
+SGLANG_RELEASE = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT"
+SGLANG_BEAT = "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL"
+SGLANG_MISSES = "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE"
+SGLANG_BEAT_S, SGLANG_BEAT_MIN_S, SGLANG_MISSES_DEFAULT = 5.0, 2.0, 2
 
 #: What UCX needs for pdrt's promises, unless the operator says otherwise.  A black-holed TCP link
-#: is noticed after USER_TIMEOUT instead of never.
-UCX_DEFAULTS = {"UCX_TCP_USER_TIMEOUT": "3s", "UCX_LOG_LEVEL": "error"}
+#: is noticed after USER_TIMEOUT instead of never.  Without CONN_NB UCX waits inside connect(2), so a
+#: host that does not answer would stop a worker, and with it every other peer (decision 0007).
+UCX_DEFAULTS = {
+    "UCX_TCP_USER_TIMEOUT": "3s",
+    "UCX_TCP_CONN_NB": "y",
+    "UCX_LOG_LEVEL": "error",
+}
 
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +52,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     bootstrap_s: float = 60.0  # the peer's half of the room never appeared
     waiting_s: float = 60.0  # both halves are known and nothing was posted
     stall_s: float = 30.0  # bytes stopped moving
+    queue_s: float = 600.0  # a room may wait so long for its turn, however often it is renewed
     quiet_s: float = 10.0  # a Failed room is not quiet; then its worker is fenced by a restart
     beat_s: float = 0.5  # heartbeat to peers
     peer_s: float = 3.0  # silence after which a peer is lost
@@ -46,7 +61,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     engine_ready_s: float = 300.0
     drain_s: float = 30.0  # after SIGTERM an engine finishes what it has, within this
     shutdown_s: float = 5.0  # SIGTERM, then SIGKILL
-    hang_s: float = 5.0  # an actor whose pulse stands still is killed; see above
+    hang_s: float = 0.2  # an actor whose pulse stands still is killed; see above
     engine_hang_s: float = 60.0
 
 
@@ -75,9 +90,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_running_requests: int = 32
     queue_max: int = 256
     threads: int = 0  # torch threads; 0: half the cores, at least one
+    standby: bool = True  # a warm spare listener and a warm spare worker
     intensity: int = 10  # restarts allowed within `period_s` before the tree gives up
     period_s: float = 60.0
     kv_checksum: bool = False  # prefill sends a digest of the KV, decode compares
+    on_transfer_failure: str = "fail"  # decode: or "recompute" the prompt of a room that is lost
     log_level: str = "info"
     timeouts: Timeouts = Timeouts()
 
@@ -88,6 +105,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             raise BadConfig(f"--transport {self.transport!r} is not one of {', '.join(TRANSPORTS)}")
         if self.engine not in ("reference", "none"):
             raise BadConfig(f"--engine {self.engine!r} is neither reference nor none")
+        if self.on_transfer_failure not in ON_TRANSFER_FAILURE:
+            given = f"--on-transfer-failure {self.on_transfer_failure!r}"
+            raise BadConfig(f"{given} is not one of {', '.join(ON_TRANSFER_FAILURE)}")
+        if self.on_transfer_failure != "fail" and self.role == "prefill":
+            raise BadConfig("--on-transfer-failure is decode's choice; prefill has none")
         if self.log_level not in LOG_LEVELS:
             raise BadConfig(f"--log-level {self.log_level!r} is not one of {', '.join(LOG_LEVELS)}")
         if not self.devices or len(set(self.devices)) != len(self.devices):
@@ -145,6 +167,41 @@ def ucx_environment(settings: Settings) -> dict[str, str]:
     unless it is told better: a role that listens on loopback must not be reachable through UCX."""
     loopback = {"UCX_NET_DEVICES": "lo"} if is_loopback(settings.host) else {}
     return {**UCX_DEFAULTS, **loopback}
+
+
+def sglang_timeouts() -> dict[str, float]:
+    """Timeouts, by their names here, that SGLang's variables set.  Raises BadConfig.
+
+    SGLang gives a peer up after so many missed beats; ours beat more often, for they renew
+    deadlines too, so only the silence that it makes is taken over."""
+    read = {name: _seconds(name) for name in (SGLANG_BOOTSTRAP, SGLANG_WAITING, SGLANG_RELEASE)}
+    found = {
+        "bootstrap_s": read[SGLANG_BOOTSTRAP],
+        "waiting_s": read[SGLANG_WAITING],
+        "quiet_s": read[SGLANG_RELEASE],
+        "peer_s": None,
+    }
+    beat_s, misses = _seconds(SGLANG_BEAT), _seconds(SGLANG_MISSES)
+    if misses is not None and misses != int(misses):
+        raise BadConfig(f"{SGLANG_MISSES}={environment_value(SGLANG_MISSES)!r} is no whole number")
+    if beat_s is not None or misses is not None:
+        beat_s = max(SGLANG_BEAT_MIN_S, SGLANG_BEAT_S if beat_s is None else beat_s)
+        found["peer_s"] = beat_s * max(1, SGLANG_MISSES_DEFAULT if misses is None else misses)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _seconds(name: str) -> float | None:
+    """A number of the environment, None if it is not set."""
+    text = environment_value(name)
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise BadConfig(f"{name}={text!r} is not a number") from None
+    if not 0.001 <= value <= TIMEOUT_MAX_S:
+        raise BadConfig(f"{name}={text!r}: must be from 0.001 to {TIMEOUT_MAX_S}")
+    return value
 
 
 def environment_value(name: str) -> str:

@@ -85,6 +85,8 @@ class Health:
         now_ns = self._clock()
         for child in self._children():
             row = self._rows.get(child.name)
+            if child.standby:
+                continue
             if child.phase is not Phase.UP:
                 reasons.append(f"{child.name} is {child.phase.value}: {child.cause or 'starting'}")
             elif row is not None:
@@ -94,6 +96,20 @@ class Health:
         late = self.late_rooms(now_ns)
         if late:
             reasons.append(f"{late} rooms are open past their deadline")
+        return reasons
+
+    def degraded(self) -> list[str]:
+        """Reasons why the next fault will cost more than it should, or memory is held back.  No
+        request suffers now."""
+        reasons = [
+            f"{child.name} is {child.phase.value}: {child.cause or 'starting'}"
+            for child in self._children()
+            if child.standby and child.phase is not Phase.UP
+        ]
+        words = self._table.rows(self._table.live_slots())[:, 0]
+        unquiet = int(((words & STATE_MASK == KVPoll.Failed) & (words & QUIET_BIT == 0)).sum())
+        if unquiet:
+            reasons.append(f"{unquiet} failed rooms are not quiet: their pages wait")
         return reasons
 
     def late_rooms(self, now_ns: int) -> int:
@@ -136,6 +152,7 @@ class Health:
         return {
             "live": self.live(),
             "ready": self.ready(),
+            "degraded": self.degraded(),
             "children": [
                 {
                     "name": child.name,

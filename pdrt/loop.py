@@ -22,7 +22,7 @@ logger = logging.getLogger("pdrt.supervisor")
 
 # A longer gap between two rounds means that this process was stopped, and then those it watches
 # probably were too: only this much of it counts against them.
-GAP_MAX_S = 0.5
+GAP_MAX_S = 0.1
 REST_S = 0.1  # a descriptor whose callback raised is not served again sooner
 
 

@@ -12,11 +12,12 @@ descriptors: table, regions, listening sockets, wake-up eventfds.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -27,24 +28,30 @@ from pdrt.actors.boot import (
     FIRST_ENGINE_ROW,
     FIRST_WORKER_ROW,
     LISTENER_ROW,
+    LISTENER_STANDBY_ROW,
     SUPERVISOR_ROW,
+    WORKER,
+    WORKER_STANDBY_ROW,
     WORKERS_MAX,
     Boot,
     Waker,
     local_door,
     run_listener,
     run_worker,
+    stand_by_listener,
+    stand_by_worker,
 )
 from pdrt.actors.janitor import Janitor
 from pdrt.attach import AttachReply, AttachRequest, AttachService
 from pdrt.child import Descriptor
 from pdrt.clock import monotonic_ns, to_ns
 from pdrt.config import Settings, Timeouts, authority
-from pdrt.errors import AttachFailed, BadConfig, PortInUse
+from pdrt.errors import AttachFailed, BadConfig, DeploymentError, NoMemory, PortInUse
 from pdrt.health import Health, HealthServer, build_app
 from pdrt.metrics import TableCollector, exposition
+from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout, RegionMap
-from pdrt.protocol.states import KVPoll, Role
+from pdrt.protocol.states import TIMEOUT_OF, KVPoll, Role
 from pdrt.shm_status import INCARNATION_MASK, Owner, StatusTable
 from pdrt.supervision import ChildSpec
 from pdrt.supervisor import Supervisor
@@ -102,7 +109,7 @@ class Runtime:
         self.layout = layout
         self.role = Role[settings.role.upper()]
         self.instance = secrets.token_hex(8)
-        self._attached_count = 0
+        self._attached_count = self._callback_errors_count = 0
         self.maps = tuple(
             RegionMap(
                 layout=layout,
@@ -113,7 +120,10 @@ class Runtime:
             for rank in range(layout.ranks)
         )
         with contextlib.ExitStack() as stack:
-            self._reserve(stack)
+            try:
+                self._reserve(stack)
+            except OSError as error:
+                raise _start_error(error) from error
             self._assemble(engine)
             self._owned = stack.pop_all()
 
@@ -140,6 +150,7 @@ class Runtime:
             instance=bytes.fromhex(self.instance).ljust(16, b"\0"),
             timeouts_ms=state_timeouts_ms(settings.timeouts),
             now_ns=now_ns,
+            queue_ms=int(settings.timeouts.queue_s * 1000),
         )
         stack.callback(os.close, table_fd)
         self._table_fd = table_fd
@@ -150,16 +161,14 @@ class Runtime:
             fd = shm_status.memory_fd(f"pdrt-kv{region.rank}", region.length_bytes)
             stack.callback(os.close, fd)
             self._region_fds.append(fd)
-        self._wake_fds = [
-            os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(ENGINES_MAX)
-        ]
-        for fd in self._wake_fds:
-            stack.callback(os.close, fd)
+        self._wake_fds: list[int] = []
+        for _ in range(ENGINES_MAX):
+            self._wake_fds.append(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+            stack.callback(os.close, self._wake_fds[-1])
         boot = self._boot = self._describe()
-        doors = [local_door(boot.listener_endpoint)]
-        doors += [local_door(boot.worker_endpoint(rank)) for rank in range(self.layout.ranks)]
-        for door in doors:
-            stack.callback(door.close)
+        ranks = range(self.layout.ranks)
+        endpoints = [boot.listener_endpoint, *(boot.worker_endpoint(rank) for rank in ranks)]
+        doors = [stack.enter_context(local_door(endpoint)) for endpoint in endpoints]
         self._boot = self._describe(doors)
 
     def _describe(self, doors: list[socket.socket] | None = None) -> Boot:
@@ -213,21 +222,29 @@ class Runtime:
     def _specs(self, engine: EngineChild | None) -> list[ChildSpec]:
         timeouts = self.settings.timeouts
 
-        def actor(name: str, row: int, target: Callable[..., None], *args: Any) -> ChildSpec:
+        def actor(
+            name: str,
+            row: int,
+            target: Callable[..., None],
+            *args: Any,
+            stands_for: Sequence[str] = (),
+        ) -> ChildSpec:
             return ChildSpec(
                 name=name,
                 target=target,
                 args=(self._boot, *args),
                 row=row,
+                stands_for=tuple(stands_for),
                 ready_s=timeouts.ready_s,
                 shutdown_s=timeouts.shutdown_s,
                 hang_s=timeouts.hang_s,
             )
 
         specs = [actor("listener", LISTENER_ROW, run_listener)]
+        workers = [f"{WORKER}{rank}" for rank in range(self.layout.ranks)]
         specs += [
-            actor(f"worker{rank}", FIRST_WORKER_ROW + rank, run_worker, rank)
-            for rank in range(self.layout.ranks)
+            actor(name, FIRST_WORKER_ROW + rank, run_worker, rank)
+            for rank, name in enumerate(workers)
         ]
         if engine is not None:
             specs.append(
@@ -241,6 +258,16 @@ class Runtime:
                     hang_s=timeouts.engine_hang_s,
                 )
             )
+        if self.settings.standby:  # last: nothing waits for them
+            specs += [
+                actor(
+                    "listener-standby",
+                    LISTENER_STANDBY_ROW,
+                    stand_by_listener,
+                    stands_for=["listener"],
+                ),
+                actor("worker-standby", WORKER_STANDBY_ROW, stand_by_worker, stands_for=workers),
+            ]
         return specs
 
     def facts(self) -> dict[str, Any]:
@@ -300,6 +327,9 @@ class Runtime:
         now_ns = monotonic_ns()
         self.health.turned_ns = now_ns
         self.table.beat(now_ns)
+        fresh = self.supervisor.callback_errors_count - self._callback_errors_count
+        self.table.count(Counter.CALLBACK_ERRORS, fresh)
+        self._callback_errors_count += fresh
         janitor.sweep(now_ns)
         wake.flush()
 
@@ -339,6 +369,13 @@ class Runtime:
             self.table.bury(row)
 
 
+def _start_error(error: OSError) -> DeploymentError:
+    """What the kernel refused, in terms of who must act."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return BadConfig(f"no descriptor is left for the tree: {error.strerror}; raise ulimit -n")
+    return NoMemory(f"cannot reserve what the tree needs: {error.strerror or error}")
+
+
 def listen(host: str, port: int, flag: str) -> socket.socket:
     """A listening TCP socket.  Raises PortInUse, BadConfig."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -358,8 +395,4 @@ def listen(host: str, port: int, flag: str) -> socket.socket:
 
 def state_timeouts_ms(timeouts: Timeouts) -> dict[KVPoll, int]:
     """Deadline of each open state in milliseconds, as the table's header carries it."""
-    return {
-        KVPoll.Bootstrapping: int(timeouts.bootstrap_s * 1000),
-        KVPoll.WaitingForInput: int(timeouts.waiting_s * 1000),
-        KVPoll.Transferring: int(timeouts.stall_s * 1000),
-    }
+    return {state: int(getattr(timeouts, name) * 1000) for state, name in TIMEOUT_OF.items()}

@@ -6,6 +6,7 @@ says when restarting has become pointless.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -14,6 +15,9 @@ from typing import Any, Protocol
 from pdrt.errors import BadConfig
 
 BACKOFF_S, BACKOFF_MAX_S = 0.1, 2.0
+#: What launching fails with when the machine has no place for another process just now.
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+EXCUSED_MAX = 20  # times its limit: then a silent child is hung whatever excuse it has
 
 
 class Restart(Enum):
@@ -38,6 +42,9 @@ class ChildSpec:
     ready_s: float = 30.0  # from launch to ready, else it is killed
     shutdown_s: float = 5.0  # from SIGTERM to SIGKILL
     hang_s: float = 5.0  # once ready: no change of its pulse for so long, and it is killed
+    #: It is a warm spare for these children.  Its target takes a `Promotion` before its args, and
+    #: waits there until it is told which of them to become.  Nothing waits for it or fails with it.
+    stands_for: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         # A child has a `__main__` of its own; this one would not be found there.
@@ -63,8 +70,8 @@ class Board(Protocol):
         """Any change, however small, is a sign of life; the number itself means nothing here."""
 
     def buried(self, row: int, incarnation: int) -> None:
-        """No process of this incarnation exists any more, nor one it forked.  Comes after its death
-        was seen and before the next `incarnate`, once for each launched process."""
+        """No process of this incarnation exists any more, nor one it forked; or it was a standby's,
+        and has left this row for another.  Comes before the next `incarnate`, once for each."""
 
     def failed(self, row: int, detail: str) -> None:
         """The row has no process and gets none by itself, or has one that cannot be killed."""
@@ -111,6 +118,45 @@ class ChildState:
     restarts: int  # after deaths; deliberate ones are not counted
     cause: str  # of the last death; empty before the first
     uptime_s: float  # since launch; 0 without a process
+    standby: bool = False  # nobody misses it before another child dies
+
+
+class Excuses(Protocol):
+    """Why a process may be silent without being hung."""
+
+    def starved_ns(self) -> int:
+        """How long its threads have been ready to run and had no CPU, in all, since launch."""
+
+    def uninterruptible(self) -> bool:
+        """Whether its main thread waits inside the kernel, and not even SIGKILL would end that."""
+
+
+@dataclass
+class Pulse:
+    """When a child last showed life, and how much of the silence since is not its own."""
+
+    value: int = 0
+    changed_ns: int = 0
+    starved_ns: int | None = None  # reading of `starved_ns` taken half-way to the limit
+
+    def feel(self, value: int, now_ns: int) -> None:
+        if value != self.value:
+            self.value, self.changed_ns, self.starved_ns = value, now_ns, None
+
+    def is_hung(self, now_ns: int, *, limit_ns: int, excuses: Excuses) -> bool:
+        """Silent for longer than the limit, not counting time in which it had no CPU; and not while
+        the kernel fetches a page for it from a disk, which no kill would end."""
+        silent_ns = now_ns - self.changed_ns
+        if silent_ns <= limit_ns // 2:
+            return False
+        if self.starved_ns is None:
+            self.starved_ns = excuses.starved_ns()
+        if silent_ns <= limit_ns:
+            return False
+        if silent_ns > EXCUSED_MAX * limit_ns:
+            return True
+        starved_ns = excuses.starved_ns() - self.starved_ns
+        return silent_ns - starved_ns > limit_ns and not excuses.uninterruptible()
 
 
 def deaths_within(deaths_ns: Iterable[int], now_ns: int, *, period_ns: int) -> int:

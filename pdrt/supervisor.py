@@ -13,12 +13,12 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Self
 
-from pdrt.child import PR_SET_CHILD_SUBREAPER, ChildProcess, launch, prctl
+from pdrt.child import PR_SET_CHILD_SUBREAPER, ChildProcess, prctl
+from pdrt.children import Child
 from pdrt.clock import SECOND_NS, Clock, monotonic_ns, to_ns
 from pdrt.errors import BadConfig, BadRequest, Escalated, PdrtError, StartFailed
 from pdrt.loop import Loop
@@ -30,46 +30,21 @@ from pdrt.supervision import (
     ChildSpec,
     ChildState,
     Phase,
+    Pulse,
     Restart,
     backoff_s,
     deaths_within,
     restarts_allowed,
 )
 
-__all__ = [
-    "Board",
-    "ChildSpec",
-    "ChildState",
-    "Escalated",
-    "Phase",
-    "Restart",
-    "StartFailed",
-    "Supervisor",
-]
+__all__ = ["Board", "ChildSpec", "ChildState", "Escalated", "Phase", "Restart", "Supervisor"]
 
 logger = logging.getLogger("pdrt.supervisor")
 
 BEAT_S, SHORT_BEAT_S = 0.1, 0.005  # rest of the loop; the short one while a child is on its way
 HELPERS_S = 0.2  # for what a dead child left (a resource tracker, say) to clean up and go
-
-
-@dataclass
-class _Child:
-    spec: ChildSpec
-    phase: Phase = Phase.IDLE
-    process: ChildProcess | None = None
-    incarnation: int = 0
-    deadline_ns: int = 0  # when the phase has lasted too long; in BACKOFF, when it is over
-    pulse: int = 0
-    pulse_ns: int = 0  # when it last changed
-    launched_ns: int = 0
-    been_up: bool = False
-    deliberate: bool = False  # this death was asked for
-    blame: str = ""  # why it is being ended, if we end it
-    cause: str = ""
-    exit_code: int | None = None
-    restarts: int = 0
-    deaths_ns: deque[int] = field(default_factory=lambda: deque(maxlen=16))
+PROMOTED_S = 1.0  # for a promoted standby to be ready, and so long that a busy machine is no reason
+NEXT_STANDBY_S = 0.25  # the takeover comes first: another standby's imports want the same CPUs
 
 
 class Supervisor:
@@ -88,7 +63,7 @@ class Supervisor:
         kill_s: float = 5.0,
         clock: Clock = monotonic_ns,
     ) -> None:
-        self._children = [_Child(spec) for spec in specs]
+        self._children = [Child(spec) for spec in specs]
         self._by_name = {child.spec.name: child for child in self._children}
         if len(self._by_name) < len(specs) or len({spec.row for spec in specs}) < len(specs):
             raise BadConfig("two children share a name or a row")
@@ -123,6 +98,7 @@ class Supervisor:
                 if child.process is not None:  # quarantined, or stopping went wrong
                     child.process.kill()
                     child.process.close()
+                child.forget()
             prctl(PR_SET_CHILD_SUBREAPER, 0)
             self._loop.close()
 
@@ -153,9 +129,12 @@ class Supervisor:
         return self._stop_reason or ""
 
     def start(self) -> None:
-        """Launch each child once the one before it is ready.  Returns early if asked to stop."""
+        """Launch each child once the one before it is ready, standbys without waiting for them.
+        Returns early if asked to stop."""
         for child in self._children:
             self._launch(child)
+            if child.is_standby:
+                continue
             # One that was ready and died is restarted like any other, and the next may start.
             while child.phase in IN_MOTION and not child.been_up:
                 self.step()
@@ -175,7 +154,8 @@ class Supervisor:
             self._tend(child)
         for child in self._children:
             if child.phase is Phase.BACKOFF and not self._stopping:
-                if self._loop.now_ns >= child.deadline_ns:
+                # A standby costs no start, and the next one is long enough in coming.
+                if self._loop.now_ns >= child.deadline_ns or self._standby_for(child):
                     self._launch(child)
         self._publish()
         if self._escalated is not None and not self._stopping:
@@ -224,28 +204,59 @@ class Supervisor:
 
     # --- the life of a child ---------------------------------------------------------------------
 
-    def _launch(self, child: _Child) -> None:
+    def _launch(self, child: Child) -> None:
         spec = child.spec
         child.incarnation += 1
         child.blame, child.exit_code, child.deliberate = "", None, False
         self._board.incarnate(spec.row, child.incarnation, 0)
-        try:
-            child.process = launch(spec.name, spec.target, spec.args)
-        except (OSError, BadConfig) as error:
-            self._after_death(child, f"not launched: {error}")
+        standby = self._standby_for(child)
+        if standby is not None:
+            self._promote(standby, child)
             return
-        self._board.incarnate(spec.row, child.incarnation, child.process.pid)
-        self._loop.watch(child.process.pidfd, partial(self._on_exit, child))
-        child.launched_ns = self._loop.clock_ns
-        self._enter(child, Phase.STARTING, spec.ready_s)
-        logger.info(
-            "launched name=%s incarnation=%d pid=%d",
-            spec.name,
-            child.incarnation,
-            child.process.pid,
-        )
+        try:
+            process = child.launch()
+        except (OSError, BadConfig) as error:
+            cause = f"not launched: {error}"
+            if child.been_up and isinstance(error, OSError) and error.errno in EXHAUSTED:
+                self._launch_later(child, cause)
+            else:
+                self._after_death(child, cause)
+            return
+        self._adopt(child, process, spec.ready_s, "launched")
 
-    def _tend(self, child: _Child) -> None:
+    def _launch_later(self, child: Child, cause: str) -> None:
+        """No process died of it, and giving up would help nobody: tried until there is a place."""
+        child.cause = cause
+        logger.warning("waiting name=%s cause=%r", child.spec.name, cause)
+        self._enter(child, Phase.BACKOFF, BACKOFF_MAX_S)
+
+    def _adopt(self, child: Child, process: ChildProcess, ready_s: float, how: str) -> None:
+        name, row = child.spec.name, child.spec.row
+        self._board.incarnate(row, child.incarnation, process.pid)
+        self._loop.watch(process.pidfd, partial(self._on_exit, child))
+        child.launched_ns = self._loop.clock_ns
+        self._enter(child, Phase.STARTING, ready_s)
+        logger.info("%s name=%s incarnation=%d pid=%d", how, name, child.incarnation, process.pid)
+
+    def _standby_for(self, child: Child) -> Child | None:
+        """One that waits for this role and has shown life within its last beats."""
+        for other in self._children:
+            if child.spec.name in other.spec.stands_for and other.phase is Phase.UP:
+                other.pulse.feel(self._board.pulse(other.spec.row), self._loop.now_ns)
+                if self._loop.now_ns - other.pulse.changed_ns <= to_ns(other.spec.hang_s / 2):
+                    return other
+        return None
+
+    def _promote(self, standby: Child, child: Child) -> None:
+        """The standby's process takes the child's row; another standby follows."""
+        process = child.take_over(standby)
+        self._loop.unwatch(process.pidfd)
+        self._loop.guard(partial(self._board.buried, standby.spec.row, standby.incarnation))
+        self._adopt(child, process, PROMOTED_S, "promoted")
+        standby.promote(child.spec.name)
+        self._enter(standby, Phase.BACKOFF, NEXT_STANDBY_S)
+
+    def _tend(self, child: Child) -> None:
         """Move on what moves by time, by the board, or by a process group getting empty."""
         late = self._loop.now_ns >= child.deadline_ns
         process, spec = child.process, child.spec
@@ -254,7 +265,8 @@ class Supervisor:
         elif child.phase is Phase.STARTING and self._board.ready(spec.row):
             self._rise(child)
         elif child.phase is Phase.STARTING and late:
-            self._kill(child, f"not ready within {spec.ready_s:g} s")
+            waited_s = (child.deadline_ns - child.launched_ns) / SECOND_NS
+            self._kill(child, f"not ready within {waited_s:g} s")
         elif child.phase is Phase.UP:
             self._feel_pulse(child)
         elif child.phase is Phase.STOPPING and late:
@@ -265,42 +277,40 @@ class Supervisor:
         elif child.phase is Phase.KILLED and late:
             self._quarantine(child)
 
-    def _rise(self, child: _Child) -> None:
+    def _rise(self, child: Child) -> None:
         child.phase, child.been_up = Phase.UP, True
-        child.pulse, child.pulse_ns = self._board.pulse(child.spec.row), self._loop.now_ns
+        child.pulse = Pulse(self._board.pulse(child.spec.row), self._loop.now_ns)
         logger.info("ready name=%s incarnation=%d", child.spec.name, child.incarnation)
 
-    def _feel_pulse(self, child: _Child) -> None:
-        pulse = self._board.pulse(child.spec.row)
-        if pulse != child.pulse:
-            child.pulse, child.pulse_ns = pulse, self._loop.now_ns
-        elif self._loop.now_ns - child.pulse_ns > to_ns(child.spec.hang_s):
+    def _feel_pulse(self, child: Child) -> None:
+        child.pulse.feel(self._board.pulse(child.spec.row), self._loop.now_ns)
+        if child.is_hung(self._loop.now_ns):
             self._kill(child, f"hung: no pulse for {child.spec.hang_s:g} s")
 
-    def _enter(self, child: _Child, phase: Phase, limit_s: float) -> None:
+    def _enter(self, child: Child, phase: Phase, limit_s: float) -> None:
         child.phase, child.deadline_ns = phase, self._loop.now_ns + to_ns(limit_s)
 
-    def _terminate(self, child: _Child, blame: str) -> None:
+    def _terminate(self, child: Child, blame: str) -> None:
         assert child.process is not None
         child.blame = blame
         child.process.terminate()
         self._enter(child, Phase.STOPPING, child.spec.shutdown_s)
 
-    def _kill(self, child: _Child, blame: str) -> None:
+    def _kill(self, child: Child, blame: str) -> None:
         assert child.process is not None
         child.blame = child.blame or blame
         logger.warning("killing name=%s pid=%d cause=%r", child.spec.name, child.process.pid, blame)
         child.process.kill()
         self._enter(child, Phase.KILLED, self._kill_s)
 
-    def _quarantine(self, child: _Child) -> None:
+    def _quarantine(self, child: Child) -> None:
         assert child.process is not None
         child.phase = Phase.QUARANTINED
         child.cause = f"pid {child.process.pid} survived SIGKILL for {self._kill_s:g} s"
         logger.error("quarantined name=%s cause=%r", child.spec.name, child.cause)
         self._report_failed(child)
 
-    def _on_exit(self, child: _Child) -> None:
+    def _on_exit(self, child: Child) -> None:
         """The pidfd fired."""
         assert child.process is not None
         child.exit_code = child.process.reap()
@@ -311,13 +321,14 @@ class Supervisor:
             self._rise(child)  # it was, for less than a beat: this is no failed start
         self._enter(child, Phase.BURYING, HELPERS_S)
 
-    def _bury(self, child: _Child, process: ChildProcess) -> None:
+    def _bury(self, child: Child, process: ChildProcess) -> None:
         process.close()
         child.process = None
+        child.forget()
         self._loop.guard(partial(self._board.buried, child.spec.row, child.incarnation))
         self._after_death(child, child.blame or process.describe_exit())
 
-    def _after_death(self, child: _Child, cause: str) -> None:
+    def _after_death(self, child: Child, cause: str) -> None:
         """Restart, or not: the whole policy."""
         child.cause = cause
         level = logging.INFO if self._stopping or child.deliberate else logging.WARNING
@@ -332,6 +343,10 @@ class Supervisor:
             child.phase = Phase.DONE
         elif child.deliberate:
             self._enter(child, Phase.BACKOFF, 0)
+        elif child.is_standby:  # it failed nobody: tried again, ever more slowly, and for ever
+            child.deaths_ns.append(self._loop.now_ns)
+            child.restarts += 1
+            self._enter(child, Phase.BACKOFF, self._backoff_s(child))
         elif child.been_up and child.spec.restart.applies(child.exit_code):
             self._restart_or_escalate(child)
         else:  # it does not return; if it has never been up, `start` is waiting for it and gives up
@@ -339,7 +354,7 @@ class Supervisor:
             if child.exit_code != 0 or child.spec.restart.applies(0):
                 self._report_failed(child)
 
-    def _restart_or_escalate(self, child: _Child) -> None:
+    def _restart_or_escalate(self, child: Child) -> None:
         now_ns, period_ns = self._loop.now_ns, to_ns(self._period_s)
         self._deaths_ns.append(now_ns)
         child.deaths_ns.append(now_ns)
@@ -347,8 +362,7 @@ class Supervisor:
             self._deaths_ns, now_ns, deaths_max=self._deaths_max, period_ns=period_ns
         ):
             child.restarts += 1
-            recent = deaths_within(child.deaths_ns, now_ns, period_ns=period_ns)
-            self._enter(child, Phase.BACKOFF, backoff_s(recent))
+            self._enter(child, Phase.BACKOFF, self._backoff_s(child))
             return
         child.phase = Phase.DONE
         self._report_failed(child)
@@ -356,7 +370,11 @@ class Supervisor:
             child.spec.name, child.cause, deaths_max=self._deaths_max, period_s=self._period_s
         )
 
-    def _begin_restart(self, child: _Child, reason: str) -> None:
+    def _backoff_s(self, child: Child) -> float:
+        now_ns, period_ns = self._loop.now_ns, to_ns(self._period_s)
+        return backoff_s(deaths_within(child.deaths_ns, now_ns, period_ns=period_ns))
+
+    def _begin_restart(self, child: Child, reason: str) -> None:
         logger.info(
             "restart asked name=%s phase=%s reason=%r", child.spec.name, child.phase, reason
         )
@@ -378,20 +396,8 @@ class Supervisor:
             if child.phase in SUPERVISED | DYING:
                 self._kill(child, f"second signal: {name}")
 
-    def _report_failed(self, child: _Child) -> None:
+    def _report_failed(self, child: Child) -> None:
         self._loop.guard(partial(self._board.failed, child.spec.row, child.cause))
 
     def _publish(self) -> None:
-        clock_ns = self._loop.clock_ns
-        self._states = tuple(
-            ChildState(
-                name=child.spec.name,
-                phase=child.phase,
-                pid=child.process.pid if child.process else None,
-                incarnation=child.incarnation,
-                restarts=child.restarts,
-                cause=child.cause,
-                uptime_s=(clock_ns - child.launched_ns) / SECOND_NS if child.process else 0.0,
-            )
-            for child in self._children
-        )
+        self._states = tuple(child.state(self._loop.clock_ns) for child in self._children)

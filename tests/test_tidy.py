@@ -21,8 +21,10 @@ ROOT = Path(__file__).parent.parent
 RANK = {  # a part may import only parts of a lower rank; equals never meet
     "errors": 0, "clock": 0,
     "protocol": 1, "config": 1, "supervision": 1, "child": 1, "loop": 1,  # need errors or clock
-    "memory": 2, "shm_status": 2, "mailbox": 2, "supervisor": 2, "attach": 2, "logs": 2,
-    "transports": 3, "metrics": 3,
+    "names": 1, "doorkeeper": 1,
+    "memory": 2, "shm_status": 2, "mailbox": 2, "children": 2, "attach": 2, "logs": 2,
+    "knock": 2,
+    "transports": 3, "metrics": 3, "supervisor": 3,
     "actors": 4, "engine": 4, "health": 4,
     "runtime": 5,
     "serving": 6, "integrations": 6,
@@ -42,6 +44,7 @@ HOME = {  # each foreign library has one home; a folder ends in a slash
     "nixl_cu12": ["pdrt/transports/nixl.py"],
     "nixl_cu13": ["pdrt/transports/nixl.py"],
     "os.environ": ["pdrt/config.py"],
+    "pickle": ["pdrt/child.py"],  # never on a wire
     "prometheus_client": ["pdrt/metrics.py"],
     "rich": ["pdrt/serving/", "pdrt/cli/"],
     "sglang": ["pdrt/integrations/"],
@@ -51,7 +54,7 @@ HOME = {  # each foreign library has one home; a folder ends in a slash
     "transformers": ["pdrt/serving/", "pdrt/integrations/"],
     "uvicorn": ["pdrt/serving/", "pdrt/health.py"],
     "vllm": ["pdrt/integrations/"],
-    "zmq": ["pdrt/mailbox.py"],
+    "zmq": ["pdrt/mailbox.py", "pdrt/doorkeeper.py"],
 }
 EVERYWHERE = {"msgspec", "numpy", "psutil", "structlog"}  # foreign, and welcome in any part
 

@@ -19,6 +19,7 @@ from pdrt.shm_status import StatusTable
 
 BEAT_NS = 50 * MILLISECOND_NS
 LOG_LINES_A_SECOND = 10
+DEAF_NS = 200 * MILLISECOND_NS  # between two looks, this much counts as silence
 
 log = logging.getLogger("pdrt.actor")
 
@@ -29,6 +30,12 @@ class Actor(Protocol):
 
     def tick(self, now_ns: int) -> int:
         """Do what time asks for; return how many milliseconds the loop may sleep."""
+
+
+def deaf_for(looked_ns: int, now_ns: int) -> int:
+    """How much of the time since we looked last is no silence of our peers: if we did not run for
+    long, what they said may not have reached us yet."""
+    return max(0, now_ns - looked_ns - DEAF_NS) if looked_ns else 0
 
 
 class Throttle:
@@ -72,9 +79,16 @@ def run(
                 table.count(Counter.MALFORMED, 1, Malformed.VALUE)
                 if may_log(now_ns):
                     log.exception("message dropped: %.200r", message)
+            beaten_ns = _beat(table, beaten_ns, clock())  # a turn may hold many slow ones
         sleep_ms = actor.tick(now_ns)
         mailbox.flush(now_ns)
         wake()
-        if now_ns - beaten_ns >= BEAT_NS:
-            table.beat(now_ns)
-            beaten_ns = now_ns
+        beaten_ns = _beat(table, beaten_ns, now_ns)
+
+
+def _beat(table: StatusTable, beaten_ns: int, now_ns: int) -> int:
+    """Show that we turn, if it is time; returns when we did last."""
+    if now_ns - beaten_ns < BEAT_NS:
+        return beaten_ns
+    table.beat(now_ns)
+    return now_ns

@@ -8,6 +8,7 @@ import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pdrt import attach
 from pdrt.actors import base
@@ -17,10 +18,11 @@ from pdrt.actors.paths import LISTENER
 from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.actors.transfer import TransferWorker
 from pdrt.attach import AttachRequest
-from pdrt.child import Descriptor
+from pdrt.child import Descriptor, Promotion
 from pdrt.clock import monotonic_ns
 from pdrt.config import Settings, default_environment, ucx_environment
 from pdrt.errors import AttachFailed
+from pdrt.knock import Knocks
 from pdrt.logs import start_logging
 from pdrt.mailbox import Mailbox
 from pdrt.protocol.layout import Layout, RegionMap
@@ -28,9 +30,15 @@ from pdrt.protocol.states import Role
 from pdrt.shm_status import Owner, StatusTable
 from pdrt.transports.base import Region, Transport, TransportError
 
+if TYPE_CHECKING:
+    from pdrt.transports.nixl import NixlTransport
+
 SUPERVISOR_ROW, LISTENER_ROW, FIRST_WORKER_ROW, FIRST_ENGINE_ROW = 1, 2, 8, 48
+LISTENER_STANDBY_ROW, WORKER_STANDBY_ROW = 3, 4
 WORKERS_MAX, ENGINES_MAX = 40, 8
+WORKER = "worker"  # and its rank: the name of a worker's child
 FETCH_TIMEOUT_S = 1.0
+STANDBY_BEAT_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,12 +136,45 @@ def run_listener(boot: Boot) -> None:
             mailbox=mailbox,
             timeouts=boot.settings.timeouts,
             wake=wake,
+            nobody_listens=Knocks(),
         )
     _run(actor, mailbox, table, wake)
 
 
-def run_worker(boot: Boot, rank: int) -> None:
-    """A transfer worker's process."""
+def stand_by_listener(promotion: Promotion, boot: Boot) -> None:
+    """A spare listener's process: everything is imported, nothing is opened."""
+    _stand_by(promotion, boot, LISTENER_STANDBY_ROW)
+    run_listener(boot)
+
+
+def stand_by_worker(promotion: Promotion, boot: Boot) -> None:
+    """A spare worker's process, for any rank: NIXL has found its devices already."""
+    default_environment(ucx_environment(boot.settings))
+    epoch = StatusTable(boot.table.fd).incarnation(WORKER_STANDBY_ROW)
+    spare = None
+    if boot.settings.transport == "nixl":
+        from pdrt.transports.nixl import NixlTransport
+
+        spare = NixlTransport()
+        spare.warm(f"{boot.instance}.standby#{epoch}")
+    name = _stand_by(promotion, boot, WORKER_STANDBY_ROW)
+    run_worker(boot, int(name.removeprefix(WORKER)), spare)
+
+
+def _stand_by(promotion: Promotion, boot: Boot, row: int) -> str:
+    """Wait to be promoted; returns the name of the child to become."""
+    start_logging(boot.settings)
+    table = StatusTable(boot.table.fd)
+    table.me = Owner(row, table.incarnation(row))
+    table.announce_ready()
+    try:
+        return promotion.wait(lambda: table.beat(monotonic_ns()), STANDBY_BEAT_S)
+    finally:
+        table.close()
+
+
+def run_worker(boot: Boot, rank: int, spare: NixlTransport | None = None) -> None:
+    """A transfer worker's process.  `spare` is a warm transport to start from."""
     default_environment(ucx_environment(boot.settings))  # before NIXL is imported
     table, mailbox = _enter(boot, FIRST_WORKER_ROW + rank)
     mailbox.open_door(
@@ -144,7 +185,7 @@ def run_worker(boot: Boot, rank: int) -> None:
     region = Region(boot.regions[rank].fd, region_map.length_bytes)
     agent = f"{boot.instance}.{rank}#{table.me.incarnation}"
     transports: dict[str, tuple[Transport, bytes]] = {}
-    for transport in _transports(boot, rank, table.me.incarnation):
+    for transport in _transports(boot, rank, table.me.incarnation, spare):
         metadata = transport.open(agent, region, region_map.scratch_offset)
         transports[transport.name] = transport, metadata
     wake = Waker(boot.wakes)
@@ -195,7 +236,7 @@ class RegionFetch:
         self._asking.close()
 
 
-def _transports(boot: Boot, rank: int, epoch: int) -> list[Transport]:
+def _transports(boot: Boot, rank: int, epoch: int, spare: NixlTransport | None) -> list[Transport]:
     # Imported here: only a worker may load NIXL, and only one that uses it does.
     from pdrt.transports.shm import Fetch, ShmTransport
 
@@ -206,7 +247,7 @@ def _transports(boot: Boot, rank: int, epoch: int) -> list[Transport]:
     if boot.settings.transport == "nixl":
         from pdrt.transports.nixl import NixlTransport
 
-        found.append(NixlTransport())
+        found.append(spare or NixlTransport())
     found.append(
         ShmTransport(address=boot.attach_address, key=f"{rank}#{epoch}", open_region=open_region)
     )

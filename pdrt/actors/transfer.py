@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 from msgspec.structs import replace
 
 from pdrt.actors.base import Throttle
+from pdrt.actors.moving import Room
 from pdrt.actors.news import News
 from pdrt.actors.paths import LISTENER, Path, Paths, tables
 from pdrt.actors.taken import Taken
@@ -46,30 +47,16 @@ from pdrt.protocol.messages import (
 )
 from pdrt.protocol.states import OPEN, Event, KVPoll, Reason
 from pdrt.shm_status import Handle, StatusTable
-from pdrt.transports.base import Indices, TransferState, Transport, TransportError
+from pdrt.transports.base import TransferState, Transport, TransportError
 
 SPINS = 200  # polls without sleep after the last progress; then a millisecond at a time
+# In one call of a transport, which may copy it all before it returns: far below what would make us
+# look hung.  Progress is seen, and renews the deadline, piece by piece.
+WRITE_BYTES_MAX = 8 << 20
 CHECK_NS = 20 * MILLISECOND_NS
 ANNOUNCE_NS = 250 * MILLISECOND_NS
 
 log = logging.getLogger("pdrt.worker")
-
-
-@dataclass(slots=True)
-class Room:
-    handle: Handle
-    chunks: list[Chunk] = field(default_factory=list)  # taken, not yet posted
-    next_index: int = 0
-    destination: Destination | None = None
-    remote_pages: Indices | None = None
-    path: Path | None = None  # since the first write
-    inflight: list[tuple[int, int]] = field(default_factory=list)  # (transport handle, bytes)
-    last_posted: bool = False
-    moved_bytes: int = 0
-    chunks_moved: int = 0
-    fence: int | None = None
-    ending: bool = False
-    broken: bool = False  # a write FAILED: what of it landed, only a fence can settle
 
 
 class TransferWorker:
@@ -88,6 +75,7 @@ class TransferWorker:
         """`transports`: name -> (opened transport, its metadata).  `wake(row)` nudges an engine.
         The mailbox has a link named "listener"."""
         self._region = region
+        self._write_pages_max = max(1, WRITE_BYTES_MAX // region.page_bytes)
         self._clock = clock  # a write may copy for long before it returns
         self._transports = {name: transport for name, (transport, _) in transports.items()}
         self._offers = {name: metadata for name, (_, metadata) in transports.items()}
@@ -102,7 +90,7 @@ class TransferWorker:
             region=region, transports=self._transports, preferred=preferred, mailbox=mailbox
         )
         self._news = News(table, mailbox, timeouts)
-        self._taken = Taken()
+        self._taken = Taken(partial(table.count, Counter.FORGOTTEN))
         self._rooms: dict[int, Room] = {}  # by slot
         self._active: dict[int, Room] = {}  # those with something in flight, or ending
         self._announced_ns = self._checked_ns = 0
@@ -197,7 +185,8 @@ class TransferWorker:
         room.path = path
         handle = room.handle
         for chunk in chunks:
-            if chunk.start + len(chunk.pages) // 4 > len(destination.pages) // 4:
+            end, room_end = chunk.start + len(chunk.pages) // 4, len(destination.pages) // 4
+            if end > room_end or (chunk.last and end < room_end):  # no page may keep old bytes
                 self._fault(room, Reason.BAD_DESTINATION, now_ns)
                 return
             if not self._table.move(
@@ -231,8 +220,16 @@ class TransferWorker:
             remote = np.append(remote, np.int32(path.agent.pages_count + destination.aux_index))
             length_bytes += AUX_ROW_BYTES
             room.last_posted = True
-        posted = transport.write(path.name, self._local[transport.name], local, path.remote, remote)
-        room.inflight.append((posted, length_bytes))
+        room.chunks_moved += 1
+        ours, pages_max = self._local[transport.name], self._write_pages_max
+        for first in range(0, max(len(local), 1), pages_max):
+            if first:
+                self._table.beat(self._clock())  # the piece before may have been copied just now
+            some, there = local[first : first + pages_max], remote[first : first + pages_max]
+            piece_bytes = min(length_bytes, pages_max * self._region.page_bytes)
+            length_bytes -= piece_bytes
+            posted = transport.write(path.name, ours, some, path.remote, there)
+            room.inflight.append((posted, piece_bytes))
 
     def _advance(self, room: Room, now_ns: int) -> bool:
         """See what has landed; give the verdict when all has.  True if something moved."""
@@ -248,7 +245,6 @@ class TransferWorker:
             transport.release(posted)
             if state is TransferState.DONE:
                 room.moved_bytes += length_bytes
-                room.chunks_moved += 1
             else:
                 room.broken = True
         moved = len(pending) != len(room.inflight)

@@ -93,6 +93,14 @@ class Flags:
             "--disaggregation-enable-kv-checksum",
         ),
     ] = False
+    on_transfer_failure: Annotated[
+        str,
+        flag(
+            TRANSFER,
+            'Decode, when a fault ends a room before its KV is here: "fail" the request with a '
+            'typed error, or "recompute" its prompt here.',
+        ),
+    ] = "fail"
     ib_device: Annotated[
         str,
         flag(
@@ -115,26 +123,33 @@ class Flags:
     max_running_requests: Annotated[int, flag(LIMITS, "Requests computed at once.")] = 32
     queue_max: Annotated[int, flag(LIMITS, "Requests in the engine, waiting included.")] = 256
     bootstrap_timeout: Annotated[
-        float, flag(TIMEOUTS, "The peer's half of a room must appear within this.")
-    ] = 60.0
+        float | None, flag(TIMEOUTS, "The peer's half of a room must appear within this. [60]")
+    ] = None
     waiting_timeout: Annotated[
-        float, flag(TIMEOUTS, "With both halves known, bytes must move within this.")
-    ] = 60.0
+        float | None, flag(TIMEOUTS, "With both halves known, bytes must move within this. [60]")
+    ] = None
     transfer_stall_timeout: Annotated[
-        float, flag(TIMEOUTS, "Moving bytes may pause this long.")
-    ] = 30.0
+        float | None, flag(TIMEOUTS, "Moving bytes may pause this long. [30]")
+    ] = None
+    queue_timeout: Annotated[
+        float | None, flag(TIMEOUTS, "A room may wait in queues this long before bytes move. [600]")
+    ] = None
     quiet_timeout: Annotated[
-        float, flag(TIMEOUTS, "A failed room's memory is fenced by force after this.")
-    ] = 10.0
+        float | None, flag(TIMEOUTS, "A failed room's memory is fenced by force after this. [10]")
+    ] = None
     drain_timeout: Annotated[
-        float, flag(TIMEOUTS, "After SIGTERM what was started may go on this long.")
-    ] = 30.0
-    peer_timeout: Annotated[float, flag(TIMEOUTS, "Silence after which a peer counts as lost.")] = (
-        3.0
-    )
+        float | None, flag(TIMEOUTS, "After SIGTERM what was started may go on this long. [30]")
+    ] = None
+    peer_timeout: Annotated[
+        float | None, flag(TIMEOUTS, "Silence after which a peer counts as lost. [3]")
+    ] = None
     supervisor_port: Annotated[
         int, flag(OPERATION, "Health, metrics and rooms over HTTP; 0 picks one.")
     ] = 0
+    standby: Annotated[
+        bool,
+        flag(OPERATION, "Keep a warm spare listener and worker, which take over in milliseconds."),
+    ] = True
     enable_metrics: Annotated[
         bool, flag(OPERATION, "Accepted for SGLang's sake; metrics are always on.")
     ] = True
@@ -149,6 +164,7 @@ TIMEOUT_FIELDS = {
     "bootstrap_timeout": "bootstrap_s",
     "waiting_timeout": "waiting_s",
     "transfer_stall_timeout": "stall_s",
+    "queue_timeout": "queue_s",
     "quiet_timeout": "quiet_s",
     "drain_timeout": "drain_s",
     "peer_timeout": "peer_s",
@@ -158,13 +174,14 @@ NOT_SETTINGS = {"ib_device", "enable_metrics", "config", *TIMEOUT_FIELDS}
 
 def settings_from(role: str, flags: Flags) -> Settings:
     """Raises BadConfig."""
-    from pdrt.config import Settings, Timeouts
+    from pdrt.config import Settings, Timeouts, sglang_timeouts
 
     values = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in NOT_SETTINGS}
     values["port"] = PORTS[role] if flags.port is None else flags.port
     values["devices"] = tuple(part for part in flags.devices.split(",") if part)
-    timeouts = Timeouts(**{name: getattr(flags, given) for given, name in TIMEOUT_FIELDS.items()})
-    return Settings(role=role, timeouts=timeouts, **values)
+    given = {name: getattr(flags, flag) for flag, name in TIMEOUT_FIELDS.items()}
+    told = {name: seconds for name, seconds in given.items() if seconds is not None}
+    return Settings(role=role, timeouts=Timeouts(**{**sglang_timeouts(), **told}), **values)
 
 
 def serve(role: str, flags: Flags) -> int:
@@ -214,35 +231,40 @@ def _announce(facts: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _main(role: str, summary: str) -> None:
+def make_app(name: str, summary: str) -> App:
+    """A command of ours, still without anything to do."""
+    return App(name=name, help=summary, version=version("pdrt"), help_format="plaintext")
+
+
+def run_app(app: App) -> None:
+    """Run a command with flags, variables and the file that `--config` names; ends the process."""
     from cyclopts.config import Env, Toml
 
     from pdrt.config import environment_value
 
-    app = App(
-        name=f"pdrt-{role}",
-        help=summary,
-        version=version("pdrt"),
-        config=[Env("PDRT_", command=False)],
-        help_format="plaintext",
-    )
+    path = _config_path(sys.argv[1:]) or environment_value("PDRT_CONFIG")
+    app.config = [Env("PDRT_", command=False)]
+    try:
+        if path:
+            if not Path(path).is_file():
+                raise BadConfig(f"--config {path}: no such file")
+            app.config = [*app.config, Toml(path, use_commands_as_keys=False)]
+        code = app()
+    except PdrtError as error:
+        action = "" if isinstance(error, DeploymentError) else " (see the log above)"
+        sys.stderr.write(f"{app.name[0]}: {error.code}: {error}{action}\n")
+        code = error.exit_code
+    sys.exit(code)
+
+
+def _main(role: str, summary: str) -> None:
+    app = make_app(f"pdrt-{role}", summary)
 
     @app.default
     def run(flags: Flags = Flags()) -> int:
         return serve(role, flags)
 
-    path = _config_path(sys.argv[1:]) or environment_value("PDRT_CONFIG")
-    try:
-        if path:
-            if not Path(path).is_file():
-                raise BadConfig(f"--config {path}: no such file")
-            app.config = [Env("PDRT_", command=False), Toml(path)]
-        code = app()
-    except PdrtError as error:
-        action = "" if isinstance(error, DeploymentError) else " (see the log above)"
-        sys.stderr.write(f"pdrt-{role}: {error.code}: {error}{action}\n")
-        code = error.exit_code
-    sys.exit(code)
+    run_app(app)
 
 
 def _config_path(arguments: list[str]) -> str:

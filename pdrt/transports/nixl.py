@@ -42,6 +42,10 @@ if TYPE_CHECKING:
 
 # The backend module itself: the `nixl` package in front of it imports torch to choose one.
 DISTRIBUTIONS = ("nixl_cu12", "nixl_cu13")
+ERRORS = (
+    *("Backend", "Cancelled", "InvalidParam", "Mismatch", "NotAllowed", "NotFound", "NotPosted"),
+    *("NotSupported", "RemoteDisconnect", "RepostActive", "Unknown"),
+)
 PROGRESS_DELAY_US = 5000  # traffic on a socket wakes it sooner; idle it takes 0.4 % of a core
 ABANDONED_POLLED_MAX = 64  # in one call of `progress`
 
@@ -91,20 +95,33 @@ class NixlTransport:
         """progress_delay_us: how long NIXL's progress thread sleeps between two rounds.
         handles_max: transfers that may exist at once, those released while moving included."""
         self._progress_delay_us = progress_delay_us
+        self._warm: tuple[Any, Any, str] | None = None  # module, agent, version: not opened yet
         self._opened: _Opened | None = None
         self._transfers = Handles[_Transfer](handles_max)
         self._abandoned: deque[_Transfer] = deque()
 
+    def warm(self, agent: str) -> None:
+        """Do the slow part of `open` ahead: about half a second, in which UCX looks for devices.
+        The agent keeps this name, whatever `open` is told.  Raises TransportError."""
+        api, version = _load()
+        try:
+            native = _create_agent(api, agent, self._progress_delay_us)
+        except _errors(api.nixlBind) as error:
+            raise TransportError(f"NIXL cannot start: {error}") from error
+        self._warm = api, native, version
+
     def open(self, agent: str, region: Region, scratch_offset: int) -> bytes:
-        """See Transport.  Takes about half a second: UCX looks for devices."""
+        """See Transport.  Takes about half a second unless it was warmed."""
         if self._opened is not None:
             raise TransportError("already open")
         check_scratch(scratch_offset, region.length_bytes)
-        api, version = _load()
+        if self._warm is None:
+            self.warm(agent)
+        assert self._warm is not None
+        (api, native, version), self._warm = self._warm, None
         memory = Mapped(region.fd, region.length_bytes)
         errors = _errors(api.nixlBind)
         try:
-            native = _create_agent(api, agent, self._progress_delay_us)
             native.register_memory([(memory.address, region.length_bytes, 0, "")], "DRAM")
             sink = memory.address + scratch_offset + SINK
             scratch = native.prep_xfer_dlist("", _one_item(sink), "DRAM")
@@ -115,7 +132,7 @@ class NixlTransport:
         self._opened = _Opened(native, version, errors, memory, scratch)
         return encode(
             NixlMetadata(
-                agent=agent,
+                agent=native.name,
                 version=version,
                 agent_metadata=agent_metadata,
                 checksum=checksum(agent_metadata),
@@ -371,20 +388,7 @@ def _create_agent(api: Any, name: str, progress_delay_us: int) -> Any:
 
 def _errors(bindings: Any) -> tuple[type[Exception], ...]:
     """Everything NIXL raises.  RuntimeError is what its C++ throws beyond its own."""
-    return (
-        RuntimeError,
-        bindings.nixlBackendError,
-        bindings.nixlCancelledError,
-        bindings.nixlInvalidParamError,
-        bindings.nixlMismatchError,
-        bindings.nixlNotAllowedError,
-        bindings.nixlNotFoundError,
-        bindings.nixlNotPostedError,
-        bindings.nixlNotSupportedError,
-        bindings.nixlRemoteDisconnectError,
-        bindings.nixlRepostActiveError,
-        bindings.nixlUnknownError,
-    )
+    return RuntimeError, *(getattr(bindings, f"nixl{name}Error") for name in ERRORS)
 
 
 def _one_item(address: int) -> Any:

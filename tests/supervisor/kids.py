@@ -6,6 +6,7 @@ Light on imports, for every child imports it again.
 from __future__ import annotations
 
 import fcntl
+import itertools
 import mmap
 import os
 import select
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from pdrt.child import Descriptor, parent_pidfd
+from pdrt.child import Descriptor, Promotion, parent_pidfd
 from pdrt.supervisor import ChildSpec, ChildState, Phase, Supervisor
 from tests.waiting import wait_until
 
@@ -184,6 +185,31 @@ def describes_itself(board: Descriptor, row: int, pipe: Descriptor) -> None:
     facts = [name, sigint_ignored, main_file, heavy, session_leader, unknown]
     os.write(pipe.fd, repr(facts).encode())
     steady(board, row)
+
+
+# --- standbys: a promotion comes before the board and their row -----------------------------------
+
+
+def stands_by(promotion: Promotion, board: Descriptor, row: int, roles: dict[str, int]) -> None:
+    """Becomes the child it is told, in that child's row, which `roles` knows."""
+    spare = Row(board, row)
+    spare.announce()
+    beats = itertools.count(1)
+    name = promotion.wait(lambda: spare.put(1, next(beats)), PULSE_S)
+    steady(board, roles[name])
+
+
+def stands_by_and_never_gets_ready(
+    promotion: Promotion, board: Descriptor, row: int, roles: dict[str, int]
+) -> None:
+    spare = Row(board, row)
+    spare.announce()
+    beats = itertools.count(1)
+    never_ready(board, roles[promotion.wait(lambda: spare.put(1, next(beats)), PULSE_S)])
+
+
+def cannot_stand_by(promotion: Promotion, board: Descriptor, row: int, _: dict[str, int]) -> None:
+    sys.exit(3)
 
 
 # --- what tests ask of a supervisor ---------------------------------------------------------------

@@ -1,0 +1,212 @@
+"""Laws of standbys, shown with real processes: who takes over, and whom a standby can hurt."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrt.clock import MILLISECOND_NS
+from pdrt.supervision import EXCUSED_MAX, ChildSpec, ChildState, Pulse
+from pdrt.supervisor import Phase, Supervisor
+from tests.supervisor import kids
+from tests.supervisor.kids import MemoryBoard, pid_of, spec, supervised, turn_until, words
+
+ROLES = {"child0": 0, "child1": 1}
+SPARE = 2
+LIMIT_NS = 200 * MILLISECOND_NS
+
+
+def spare(
+    board: MemoryBoard, target: Callable[..., None] = kids.stands_by, **changes: object
+) -> ChildSpec:
+    return spec(board, SPARE, target, ROLES, stands_for=tuple(ROLES), **changes)
+
+
+def state(supervisor: Supervisor, row: int) -> ChildState:
+    return next(s for s in supervisor.children() if s.name == f"child{row}")
+
+
+def is_up(supervisor: Supervisor, row: int, incarnation: int = 1) -> Callable[[], bool]:
+    def up() -> bool:
+        seen = state(supervisor, row)
+        return seen.phase is Phase.UP and seen.incarnation >= incarnation
+
+    return up
+
+
+def start_all(supervisor: Supervisor) -> None:
+    supervisor.start()
+    turn_until(supervisor, is_up(supervisor, SPARE), "the standby to stand by")
+
+
+def test_a_standby_becomes_the_child_that_died_and_is_replaced(board: MemoryBoard) -> None:
+    steady = [spec(board, row, kids.steady) for row in (0, 1)]
+    with supervised(*steady, spare(board), board=board) as supervisor:
+        start_all(supervisor)
+        warm, bystander = pid_of(state(supervisor, SPARE)), pid_of(state(supervisor, 0))
+        board.diary.clear()
+        os.kill(pid_of(state(supervisor, 1)), signal.SIGKILL)
+        turn_until(supervisor, is_up(supervisor, 1, 2), "the standby to take over")
+        assert pid_of(state(supervisor, 1)) == warm
+        assert words(board, "buried", "incarnate", "pid") == [
+            ("buried", 1),  # first of all: nothing of the dead may be left
+            ("incarnate", 1),
+            ("buried", SPARE),
+            ("pid", 1),
+        ]
+        turn_until(supervisor, is_up(supervisor, SPARE, 2), "another standby")
+        assert pid_of(state(supervisor, SPARE)) != warm
+        assert pid_of(state(supervisor, 0)) == bystander
+        # What was promoted is a child like any other: it dies, and the next takes over.
+        warm = pid_of(state(supervisor, SPARE))
+        os.kill(pid_of(state(supervisor, 1)), signal.SIGKILL)
+        turn_until(supervisor, is_up(supervisor, 1, 3), "the second standby to take over")
+        assert pid_of(state(supervisor, 1)) == warm
+    assert not psutil.pid_exists(warm)
+
+
+def test_a_deliberate_restart_is_served_by_the_standby_too(board: MemoryBoard) -> None:
+    with supervised(spec(board, 0, kids.steady), spare(board), board=board) as supervisor:
+        start_all(supervisor)
+        warm = pid_of(state(supervisor, SPARE))
+        supervisor.restart("child0", "because")
+        turn_until(supervisor, is_up(supervisor, 0, 2), "the standby to take over")
+        assert pid_of(state(supervisor, 0)) == warm
+        assert state(supervisor, 0).restarts == 0
+
+
+def test_repeated_deaths_wait_for_no_backoff_while_a_standby_is_there(board: MemoryBoard) -> None:
+    with Supervisor(
+        [spec(board, 0, kids.steady), spare(board)], board, deaths_max=99, kill_s=2.0
+    ) as supervisor:
+        start_all(supervisor)
+        for incarnation in range(2, 6):
+            turn_until(supervisor, is_up(supervisor, SPARE, incarnation - 1), "a standby")
+            os.kill(pid_of(state(supervisor, 0)), signal.SIGKILL)
+            turn_until(
+                supervisor, lambda: state(supervisor, 0).phase is not Phase.UP, "the death to show"
+            )
+            assert state(supervisor, 0).phase is Phase.STARTING, "it was promoted in the same turn"
+            turn_until(supervisor, is_up(supervisor, 0, incarnation), "the takeover")
+
+
+def test_a_stopped_standby_is_passed_over(board: MemoryBoard) -> None:
+    slow_to_blame = spare(board, hang_s=0.5)
+    with supervised(spec(board, 0, kids.steady), slow_to_blame, board=board) as supervisor:
+        start_all(supervisor)
+        frozen = pid_of(state(supervisor, SPARE))
+        os.kill(frozen, signal.SIGSTOP)
+        now = supervisor._loop.now_ns
+        turn_until(supervisor, lambda: supervisor._loop.now_ns - now > 3e8, "its pulse to be old")
+        os.kill(pid_of(state(supervisor, 0)), signal.SIGKILL)
+        turn_until(supervisor, is_up(supervisor, 0, 2), "a child without the standby's help")
+        assert pid_of(state(supervisor, 0)) != frozen
+        assert state(supervisor, 0).incarnation == 2, "the frozen one was tried first"
+        turn_until(supervisor, is_up(supervisor, SPARE, 2), "the stopped standby to be replaced")
+
+
+def test_deaths_of_a_standby_fail_nobody_and_never_escalate(board: MemoryBoard) -> None:
+    with supervised(spec(board, 0, kids.steady), spare(board), board=board) as supervisor:
+        start_all(supervisor)
+        for incarnation in range(2, 6):  # deaths_max is 2
+            os.kill(pid_of(state(supervisor, SPARE)), signal.SIGKILL)
+            turn_until(supervisor, is_up(supervisor, SPARE, incarnation), "the next standby")
+        assert state(supervisor, 0).incarnation == 1
+        assert state(supervisor, 0).phase is Phase.UP
+
+
+def test_the_start_waits_for_no_standby_and_survives_one_that_cannot_be(board: MemoryBoard) -> None:
+    broken = spare(board, kids.cannot_stand_by)
+    with supervised(spec(board, 0, kids.steady), broken, board=board) as supervisor:
+        supervisor.start()
+        turn_until(supervisor, lambda: state(supervisor, SPARE).restarts >= 4, "it to fail often")
+        os.kill(pid_of(state(supervisor, 0)), signal.SIGKILL)
+        turn_until(supervisor, is_up(supervisor, 0, 2), "a child without a standby's help")
+
+
+def test_a_promoted_standby_that_is_not_ready_is_killed_and_counts_as_a_death(
+    board: MemoryBoard,
+) -> None:
+    useless = spare(board, kids.stands_by_and_never_gets_ready)
+    with supervised(spec(board, 0, kids.steady), useless, board=board) as supervisor:
+        start_all(supervisor)
+        os.kill(pid_of(state(supervisor, 0)), signal.SIGKILL)
+        turn_until(
+            supervisor, lambda: "not ready within 1 s" in state(supervisor, 0).cause, "blame"
+        )
+        assert state(supervisor, 0).restarts == 2
+
+
+# --- what counts as silence -----------------------------------------------------------------------
+
+
+@dataclass
+class Waits:
+    """A process that has waited for a CPU, or for a disk."""
+
+    starved: int = 0
+    on_disk: bool = False
+
+    def starved_ns(self) -> int:
+        return self.starved
+
+    def uninterruptible(self) -> bool:
+        return self.on_disk
+
+
+@given(st.lists(st.tuples(st.integers(1, 50), st.floats(0, 1)), min_size=1, max_size=60))
+def test_time_without_a_cpu_is_never_held_against_a_child(steps: list[tuple[int, float]]) -> None:
+    """Whatever part of each moment it was starved: it is hung only after LIMIT_NS of its own."""
+    pulse, waits = Pulse(1, 0), Waits()
+    now_ns = 0
+    for step_ms, starved_part in steps:
+        step_ns = step_ms * MILLISECOND_NS
+        now_ns += step_ns
+        waits.starved += int(step_ns * starved_part)
+        if pulse.is_hung(now_ns, limit_ns=LIMIT_NS, excuses=waits):
+            assert now_ns - waits.starved > LIMIT_NS // 2
+            assert now_ns > LIMIT_NS
+
+
+def test_a_child_that_had_its_cpu_is_hung_right_after_the_limit() -> None:
+    pulse, waits = Pulse(1, 0), Waits(starved=10**12)
+    for now_ms in range(0, 200, 50):
+        assert not pulse.is_hung(now_ms * MILLISECOND_NS, limit_ns=LIMIT_NS, excuses=waits)
+    assert pulse.is_hung(LIMIT_NS + 1, limit_ns=LIMIT_NS, excuses=waits)
+    pulse.feel(2, LIMIT_NS + 1)
+    assert not pulse.is_hung(LIMIT_NS + 2, limit_ns=LIMIT_NS, excuses=waits)
+
+
+@pytest.mark.parametrize("waits", [Waits(on_disk=True), Waits()])
+def test_no_excuse_lasts_for_ever(waits: Waits) -> None:
+    pulse = Pulse(1, 0)
+    for now_ns in range(0, EXCUSED_MAX * LIMIT_NS, LIMIT_NS // 2):
+        waits.starved = 0 if waits.on_disk else now_ns
+        assert not pulse.is_hung(now_ns, limit_ns=LIMIT_NS, excuses=waits)
+    assert pulse.is_hung(EXCUSED_MAX * LIMIT_NS + 1, limit_ns=LIMIT_NS, excuses=waits)
+
+
+def test_a_process_knows_how_long_it_starved(board: MemoryBoard) -> None:
+    """Two that loop on one CPU: each waits about half of the time."""
+    rivals = [spec(board, row, kids.loops, hang_s=60.0) for row in (0, 1)]
+    with supervised(*rivals, board=board) as supervisor:
+        supervisor.start()
+        cpu = min(os.sched_getaffinity(0))
+        for row in (0, 1):
+            os.sched_setaffinity(pid_of(state(supervisor, row)), {cpu})
+        process = supervisor._children[0].process
+        assert process is not None
+        before_ns = process.starved_ns()
+        turn_until(
+            supervisor,
+            lambda: process.starved_ns() - before_ns > 100 * MILLISECOND_NS,
+            "a tenth of a second without the CPU",
+        )
+        assert not process.uninterruptible()

@@ -123,7 +123,7 @@ class Promotion:
         os.close(self._pipe.fd)
         if not name:  # the supervisor gave it up
             sys.exit(0)
-        prctl(PR_SET_NAME, name.encode()[:15])
+        _rename(name)
         return name
 
 
@@ -334,6 +334,19 @@ def _tie_to(supervisor_pid: int) -> None:
     # now, then the pidfd is its, and not that of a later process with the same number.
     if os.getppid() != supervisor_pid:
         os._exit(1)
+
+
+def _rename(name: str) -> None:
+    """Show the new name where tools look: the thread's name, and our last argument, which is
+    overwritten in place (proc(5): arg_start and arg_end of /proc/pid/stat)."""
+    prctl(PR_SET_NAME, name.encode()[:15])
+    with open("/proc/self/stat", encoding="utf-8") as stat:
+        fields = stat.read().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    at = ctypes.string_at(start, end - start).rfind(b"pdrt:")
+    room = end - start - at - 1
+    if at >= 0:
+        ctypes.memmove(start + at, f"pdrt:{name}".encode()[:room].ljust(room), room)
 
 
 def _reset_signals() -> None:

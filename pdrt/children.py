@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdrt.child import ChildProcess, Promoter, launch
@@ -81,3 +82,18 @@ class Child:
             uptime_s=(clock_ns - self.launched_ns) / SECOND_NS if self.process else 0.0,
             standby=self.is_standby,
         )
+
+
+def standby_for(child: Child, children: Sequence[Child], now_ns: int) -> Child | None:
+    """One that waits for this role and has shown life within its last beats."""
+    for other in children:
+        if child.spec.name in other.spec.stands_for and other.phase is Phase.UP:
+            if now_ns - other.pulse.changed_ns <= to_ns(other.spec.hang_s / 2):
+                return other
+    return None
+
+
+def standby_may_come(child: Child, children: Sequence[Child]) -> bool:
+    """One that was launched before is sooner there than a process that was not."""
+    on_its_way = {Phase.STARTING, Phase.UP}
+    return any(c.phase in on_its_way and child.spec.name in c.spec.stands_for for c in children)

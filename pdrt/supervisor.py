@@ -18,11 +18,12 @@ from types import TracebackType
 from typing import Self
 
 from pdrt.child import PR_SET_CHILD_SUBREAPER, ChildProcess, prctl
-from pdrt.children import Child
+from pdrt.children import Child, standby_for, standby_may_come
 from pdrt.clock import SECOND_NS, Clock, monotonic_ns, to_ns
 from pdrt.errors import BadConfig, BadRequest, Escalated, PdrtError, StartFailed
 from pdrt.loop import Loop
 from pdrt.supervision import (
+    BACKOFF_MAX_S,
     DYING,
     IN_MOTION,
     SUPERVISED,
@@ -34,6 +35,7 @@ from pdrt.supervision import (
     Restart,
     backoff_s,
     deaths_within,
+    is_exhausted,
     restarts_allowed,
 )
 
@@ -44,6 +46,7 @@ logger = logging.getLogger("pdrt.supervisor")
 BEAT_S, SHORT_BEAT_S = 0.1, 0.005  # rest of the loop; the short one while a child is on its way
 HELPERS_S = 0.2  # for what a dead child left (a resource tracker, say) to clean up and go
 PROMOTED_S = 1.0  # for a promoted standby to be ready, and so long that a busy machine is no reason
+STANDBY_COMING_S = 1.0  # so long a death waits for one that has been launched
 NEXT_STANDBY_S = 0.25  # the takeover comes first: another standby's imports want the same CPUs
 
 
@@ -155,7 +158,8 @@ class Supervisor:
         for child in self._children:
             if child.phase is Phase.BACKOFF and not self._stopping:
                 # A standby costs no start, and the next one is long enough in coming.
-                if self._loop.now_ns >= child.deadline_ns or self._standby_for(child):
+                now_ns = self._loop.now_ns
+                if now_ns >= child.deadline_ns or standby_for(child, self._children, now_ns):
                     self._launch(child)
         self._publish()
         if self._escalated is not None and not self._stopping:
@@ -209,26 +213,17 @@ class Supervisor:
         child.incarnation += 1
         child.blame, child.exit_code, child.deliberate = "", None, False
         self._board.incarnate(spec.row, child.incarnation, 0)
-        standby = self._standby_for(child)
+        standby = standby_for(child, self._children, self._loop.now_ns)
         if standby is not None:
             self._promote(standby, child)
             return
         try:
             process = child.launch()
         except (OSError, BadConfig) as error:
-            cause = f"not launched: {error}"
-            if child.been_up and isinstance(error, OSError) and error.errno in EXHAUSTED:
-                self._launch_later(child, cause)
-            else:
-                self._after_death(child, cause)
+            excused = child.been_up and is_exhausted(error)
+            self._after_death(child, f"not launched: {error}", excused=excused)
             return
         self._adopt(child, process, spec.ready_s, "launched")
-
-    def _launch_later(self, child: Child, cause: str) -> None:
-        """No process died of it, and giving up would help nobody: tried until there is a place."""
-        child.cause = cause
-        logger.warning("waiting name=%s cause=%r", child.spec.name, cause)
-        self._enter(child, Phase.BACKOFF, BACKOFF_MAX_S)
 
     def _adopt(self, child: Child, process: ChildProcess, ready_s: float, how: str) -> None:
         name, row = child.spec.name, child.spec.row
@@ -237,15 +232,6 @@ class Supervisor:
         child.launched_ns = self._loop.clock_ns
         self._enter(child, Phase.STARTING, ready_s)
         logger.info("%s name=%s incarnation=%d pid=%d", how, name, child.incarnation, process.pid)
-
-    def _standby_for(self, child: Child) -> Child | None:
-        """One that waits for this role and has shown life within its last beats."""
-        for other in self._children:
-            if child.spec.name in other.spec.stands_for and other.phase is Phase.UP:
-                other.pulse.feel(self._board.pulse(other.spec.row), self._loop.now_ns)
-                if self._loop.now_ns - other.pulse.changed_ns <= to_ns(other.spec.hang_s / 2):
-                    return other
-        return None
 
     def _promote(self, standby: Child, child: Child) -> None:
         """The standby's process takes the child's row; another standby follows."""
@@ -328,7 +314,7 @@ class Supervisor:
         self._loop.guard(partial(self._board.buried, child.spec.row, child.incarnation))
         self._after_death(child, child.blame or process.describe_exit())
 
-    def _after_death(self, child: Child, cause: str) -> None:
+    def _after_death(self, child: Child, cause: str, *, excused: bool = False) -> None:
         """Restart, or not: the whole policy."""
         child.cause = cause
         level = logging.INFO if self._stopping or child.deliberate else logging.WARNING
@@ -343,6 +329,8 @@ class Supervisor:
             child.phase = Phase.DONE
         elif child.deliberate:
             self._enter(child, Phase.BACKOFF, 0)
+        elif excused:
+            self._enter(child, Phase.BACKOFF, BACKOFF_MAX_S)
         elif child.is_standby:  # it failed nobody: tried again, ever more slowly, and for ever
             child.deaths_ns.append(self._loop.now_ns)
             child.restarts += 1
@@ -362,7 +350,8 @@ class Supervisor:
             self._deaths_ns, now_ns, deaths_max=self._deaths_max, period_ns=period_ns
         ):
             child.restarts += 1
-            self._enter(child, Phase.BACKOFF, self._backoff_s(child))
+            coming_s = STANDBY_COMING_S if standby_may_come(child, self._children) else 0.0
+            self._enter(child, Phase.BACKOFF, max(self._backoff_s(child), coming_s))
             return
         child.phase = Phase.DONE
         self._report_failed(child)

@@ -14,6 +14,8 @@ class Victim(StrEnum):
     ENGINE = "engine"
     SUPERVISOR = "supervisor"
     TREE = "tree"
+    LISTENER_STANDBY = "listener-standby"
+    WORKER_STANDBY = "worker-standby"
 
 
 class Phase(StrEnum):
@@ -32,6 +34,8 @@ class Phase(StrEnum):
 class Signal(StrEnum):
     KILL = "KILL"
     STOP = "STOP"  # and CONT, once the verdict is there
+    RAISE = "RAISE"  # an exception out of the loop
+    SPIN = "SPIN"  # an endless loop that keeps the GIL, until CONT
 
 
 class Expect(StrEnum):
@@ -40,6 +44,7 @@ class Expect(StrEnum):
     NOTHING = "-"
 
 
+STANDBYS = {Victim.LISTENER_STANDBY, Victim.WORKER_STANDBY}
 MOVING = {Phase.FIRST, Phase.MIDDLE, Phase.LAST}
 
 
@@ -55,9 +60,24 @@ class Cell:
         return f"{self.transport}-{self.victim}-{self.side}-{self.phase}-{self.signal}"
 
     @property
+    def dies(self) -> bool:
+        """A callback of the supervisor's loop may raise: it is counted, and the loop goes on."""
+        raises = self.signal is Signal.RAISE and self.victim is not Victim.SUPERVISOR
+        return raises or self.signal is Signal.KILL
+
+    @property
+    def pauses(self) -> bool:
+        return self.signal in (Signal.STOP, Signal.SPIN)
+
+    @property
     def dies_whole(self) -> bool:
         """Does the victim's tree have to be started again?"""
-        return self.signal is Signal.KILL and self.victim in (Victim.SUPERVISOR, Victim.TREE)
+        return self.dies and self.victim in (Victim.SUPERVISOR, Victim.TREE)
+
+    @property
+    def is_replaced(self) -> bool:
+        """Does its supervisor kill it when it stands still?"""
+        return self.victim in {Victim.LISTENER, Victim.WORKER, *STANDBYS}
 
     @property
     def expect(self) -> Expect:
@@ -67,6 +87,8 @@ class Cell:
             return Expect.SUCCESS  # law 1
         if self._prefill_finishes:
             return Expect.SUCCESS
+        if self.victim in STANDBYS and self.phase is not Phase.ABORTING:
+            return Expect.SUCCESS  # nobody misses it
         if self.phase is Phase.ABORTING or self.victim is Victim.ENGINE or self.dies_whole:
             return Expect.FAILED
         if self.victim is Victim.TREE:
@@ -78,7 +100,7 @@ class Cell:
     @property
     def _prefill_finishes(self) -> bool:
         """A frozen engine of decode is not needed for the bytes to land."""
-        frozen = self.victim is Victim.ENGINE and self.signal is Signal.STOP
+        frozen = self.victim is Victim.ENGINE and self.pauses
         return frozen and self.side == "decode" and self.phase in MOVING
 
     @property
@@ -100,7 +122,7 @@ class Cell:
         """Do the surviving engines carry on with the room after the signal, as engines do?  Not
         where the verdict must come by itself."""
         still = {Victim.WORKER, Victim.TREE}
-        if self.signal is Signal.KILL:
+        if self.dies:
             still.add(Victim.ENGINE)  # else prefill may be done before it hears
         stuck = self.victim in still and self.phase in MOVING
         return not stuck and self.phase not in (Phase.ABORTING, Phase.IDLE)
@@ -120,6 +142,7 @@ TYPED: dict[Victim, set[type[errors.TransferError]]] = {
     },
 }  # fmt: skip
 TYPED[Victim.TREE] = TYPED[Victim.SUPERVISOR]
+TYPED[Victim.LISTENER_STANDBY] = TYPED[Victim.WORKER_STANDBY] = set()
 
 
 def typed_codes(cell: Cell) -> set[str]:
@@ -135,7 +158,16 @@ TRANSPORTS = {  # the worker is what a transport is about; the others take turns
     Victim.ENGINE: ("nixl",),
     Victim.SUPERVISOR: ("shm",),
     Victim.TREE: ("nixl", "shm"),
+    Victim.LISTENER_STANDBY: ("shm",),
+    Victim.WORKER_STANDBY: ("nixl",),
 }
+
+
+def signals_for(victim: Victim, transport: str) -> list[Signal]:
+    """What happens inside a process is played with one transport, and in one process at a time."""
+    if victim is Victim.TREE or transport != TRANSPORTS[victim][0]:
+        return [Signal.KILL, Signal.STOP]
+    return list(Signal)
 
 
 def all_cells() -> list[Cell]:
@@ -147,7 +179,7 @@ def all_cells() -> list[Cell]:
         if transport in TRANSPORTS[victim]
         for side in ("prefill", "decode")
         for phase in Phase
-        for signal in Signal
+        for signal in signals_for(victim, transport)
     ]
 
 
@@ -164,4 +196,7 @@ SUBSET = (
     Cell("nixl", Victim.ENGINE, "prefill", Phase.UNREAD, Signal.KILL),
     Cell("nixl", Victim.TREE, "decode", Phase.MIDDLE, Signal.KILL),
     Cell("nixl", Victim.TREE, "prefill", Phase.WAITING, Signal.STOP),
+    Cell("nixl", Victim.WORKER, "prefill", Phase.MIDDLE, Signal.RAISE),
+    Cell("nixl", Victim.LISTENER, "prefill", Phase.WAITING, Signal.SPIN),
+    Cell("nixl", Victim.WORKER_STANDBY, "prefill", Phase.FIRST, Signal.KILL),
 )

@@ -17,6 +17,7 @@ from pdrt.engine.room import KVRoom
 from pdrt.engine.sender import KVSender
 from pdrt.memory.aux import AuxRow
 from pdrt.protocol.states import TERMINAL, KVPoll, Role
+from tests.crash.bad import Bug
 from tests.waiting import wait_until
 
 TOKEN = 42
@@ -154,7 +155,8 @@ class RemoteParty:
 
 
 def main() -> None:
-    party = Party(sys.argv[1], sys.argv[2])
+    party, bug = Party(sys.argv[1], sys.argv[2]), Bug()
+    bug.arm()
     sys.stdout.write('"attached"\n')
     sys.stdout.flush()
     while True:
@@ -168,6 +170,7 @@ def main() -> None:
             sys.stdout.write(json.dumps(answer) + "\n")
             sys.stdout.flush()
         party.tick()
+        bug.strike()
     party.close()
 
 

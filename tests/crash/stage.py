@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.crash.deal import Deal
 from tests.crash.party import AnyParty, Party
-from tests.crash.trees import Spawner, Tree
+from tests.crash.trees import START_S, Spawner, Tree
 from tests.waiting import wait_until
 
 OTHER = {"prefill": "decode", "decode": "prefill"}
@@ -27,6 +27,8 @@ class Stage:
             tree.launch()
         for tree in self.trees.values():
             tree.wait_ready()
+        for tree in self.trees.values():
+            wait_until(tree.is_whole, START_S, f"{tree.name}'s standbys")
         for key in self.trees:
             self.attach(key)
 

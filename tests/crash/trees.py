@@ -25,7 +25,7 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parent.parent.parent
 START_S = 30.0
 
-#: Short, so that a verdict by deadline costs seconds; `hang_s` becomes 1.33 s.
+#: Short, so that a verdict by deadline costs seconds.
 TIMEOUTS = Timeouts(bootstrap_s=4, waiting_s=4, stall_s=4, quiet_s=2, peer_s=3)
 ENVIRONMENT = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
 
@@ -156,9 +156,18 @@ class Tree:
         for process in psutil.Process(self.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess, IndexError):
                 if process.status() != psutil.STATUS_ZOMBIE:
-                    name = process.cmdline()[-1].removeprefix("pdrt:")
+                    name = process.cmdline()[-1].removeprefix("pdrt:").rstrip()
                     found.setdefault(name, []).append(process.pid)
         return found
+
+    def is_whole(self) -> bool:
+        """Has it each of its processes once, and no other, and do the standbys stand by?"""
+        if httpx.get(f"{self.facts['supervisor']}/health", timeout=5).json()["degraded"]:
+            return False
+        names = {name: len(pids) for name, pids in self.processes().items()}
+        return names == dict.fromkeys(
+            ("listener", "worker0", "listener-standby", "worker-standby"), 1
+        )
 
     def all_pids(self) -> list[int]:
         """The supervisor first."""

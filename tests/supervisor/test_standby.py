@@ -97,6 +97,18 @@ def test_repeated_deaths_wait_for_no_backoff_while_a_standby_is_there(board: Mem
             turn_until(supervisor, is_up(supervisor, 0, incarnation), "the takeover")
 
 
+def test_a_child_that_dies_before_its_standby_is_ready_gets_the_standby(
+    board: MemoryBoard,
+) -> None:
+    with supervised(spec(board, 0, kids.steady), spare(board), board=board) as supervisor:
+        supervisor.start()
+        supervisor.step(0.0)
+        coming = state(supervisor, SPARE)
+        os.kill(pid_of(state(supervisor, 0)), signal.SIGKILL)
+        turn_until(supervisor, is_up(supervisor, 0, 2), "the standby to take over")
+        assert pid_of(state(supervisor, 0)) == pid_of(coming)
+
+
 def test_a_stopped_standby_is_passed_over(board: MemoryBoard) -> None:
     slow_to_blame = spare(board, hang_s=0.5)
     with supervised(spec(board, 0, kids.steady), slow_to_blame, board=board) as supervisor:

@@ -15,7 +15,7 @@ from pdrt.protocol.states import Reason
 from pdrt.serving.detokenize import Decode, Detokenizer, StopStrings
 from pdrt.serving.rooms import Pages, Room
 from pdrt.serving.sampling import Choice, Logits, choose
-from pdrt.serving.types import Delta, FinishReason, GenerationRequest
+from pdrt.serving.types import Delta, FinishReason, GenerationRequest, Rendezvous
 
 Sink = Callable[[Delta], None]
 
@@ -26,6 +26,7 @@ class Phase(Enum):
     alone     WAITING -> PREFILL -> DECODING -> OVER
     prefill   MEETING -> WAITING -> PREFILL -> SENDING -> OVER
     decode    MEETING -> WAITING -> LANDING -> DECODING -> OVER
+    recompute decode's, and from wherever the room was lost: WAITING -> ..., as alone
     """
 
     MEETING = auto()  # its peer is not known yet; it holds nothing
@@ -46,6 +47,9 @@ class Side(Protocol):
 
     def open(self, active: ActiveRequest) -> None:
         """Begin.  Raises Refused or CallerError if the request cannot have its room."""
+
+    def decline(self, rendezvous: Rendezvous) -> None:
+        """Nobody here will open this room: its peer need not wait for it."""
 
     def follow(self, active: ActiveRequest) -> None:
         """Look at its room once and act on what happened there."""

@@ -41,7 +41,7 @@ from pdrt.serving.http import (
     while_connected,
 )
 from pdrt.serving.openai import parse_chat, parse_completion
-from pdrt.serving.plan import Context, ServerInfo, TokensProtocol
+from pdrt.serving.plan import Context, ServerInfo, TokensProtocol, rooms_named
 from pdrt.serving.types import GenerationRequest, Generator, SamplingParams
 
 __all__ = ["ServerInfo", "TokensProtocol", "build_app"]
@@ -99,9 +99,15 @@ class GenerationEndpoint:
             raise
 
     async def _read(self, body: bytes, request_id: str) -> Reply:
-        if len(body) <= INLINE_BODY_BYTES_MAX:
-            return self._parse(body, request_id, self._context)
-        return await asyncio.to_thread(self._parse, body, request_id, self._context)
+        try:
+            if len(body) <= INLINE_BODY_BYTES_MAX:
+                return self._parse(body, request_id, self._context)
+            return await asyncio.to_thread(self._parse, body, request_id, self._context)
+        except Exception:
+            # The peer got the same body, and may find nothing wrong with it: its limits are others.
+            for rendezvous in rooms_named(body):
+                self._generator.decline(rendezvous)
+            raise
 
     async def _collect(self, reply: Reply) -> Any:
         async with Choices(self._generator, reply.requests) as choices:

@@ -24,6 +24,11 @@ class Taken:
     finish_reason: FinishReason | None = None
     meta: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def recomputed(self) -> bool:
+        """Was its prompt computed here, after its room was lost?  Known with the last delta."""
+        return bool(self.meta.get("recomputed"))
+
     def add(self, delta: Delta) -> None:
         self.text += delta.text
         self.token_ids += delta.token_ids
@@ -53,7 +58,8 @@ class Choices:
     """Runs one request a choice and hands out (choice index, delta) as they come.
 
     Guarantees: the first error of any choice is raised and ends them all; leaving the `async with`
-    block, in whatever way, closes every iterator, and no cancellation cuts that short.  Assumption:
+    block, in whatever way, closes every iterator, and no cancellation cuts that short; the peers of
+    choices that were never started hear of it.  Assumption:
     closing an iterator tells the engine and returns; it never waits for a peer.
 
     A client that reads slowly holds back its own iterators only, once the queue is full.
@@ -75,6 +81,9 @@ class Choices:
                 stream = cast("AsyncGenerator[Delta, None]", self._generator.submit(request))
                 self._streams.append(stream)
         except BaseException:
+            for request in self._requests[len(self._streams) :]:
+                if request.rendezvous is not None:
+                    self._generator.decline(request.rendezvous)
             await self._close()
             raise
         self._pumps = [

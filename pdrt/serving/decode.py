@@ -4,22 +4,40 @@
 
 Pages for prompt and answer are reserved together: once its KV has landed, a request never waits
 for memory again, so a full pool delays the start of requests and wedges none.
+
+A fault that ends the room before its KV is here ends the request with a typed error, or under
+`--on-transfer-failure recompute` has its prompt computed here.  What somebody decided (an abort, on
+either side) is no fault.  Nothing has been sent to the client by then, and sampling begins anew, so
+the answer is the one that a single process gives.
 """
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 
-from pdrt.errors import AuxFull, BadRequest, CorruptAux, TransferError
+from pdrt.errors import (
+    Aborted,
+    AuxFull,
+    BadRequest,
+    CorruptAux,
+    PdrtError,
+    TableFull,
+    TransferError,
+)
 from pdrt.memory.aux import AuxRow
 from pdrt.memory.pages import PageAllocator
 from pdrt.protocol.layout import Layout
 from pdrt.protocol.states import KVPoll
 from pdrt.serving.active import ActiveRequest, Phase
+from pdrt.serving.alone import AloneSide
 from pdrt.serving.holdings import Holdings
 from pdrt.serving.rooms import Manager, Receiver
 from pdrt.serving.sampling import Choice
 from pdrt.serving.types import Rendezvous, TokenLogprob
+
+log = logging.getLogger(__name__)
 
 
 class DecodeSide:
@@ -31,7 +49,10 @@ class DecodeSide:
         holdings: Holdings,
         *,
         default_peer_port: int,
+        instead: AloneSide | None,
     ) -> None:
+        """`instead`: where requests go on whose rooms are lost; None: they fail."""
+        self._instead = instead
         self._manager = manager
         self._layout = layout
         self._allocator = allocator
@@ -43,9 +64,21 @@ class DecodeSide:
         rendezvous = active.request.rendezvous
         assert rendezvous is not None
         peer = peer_address(rendezvous, self._default_peer_port)
-        receiver = self._manager.receiver(rendezvous.room, peer)
+        try:
+            receiver = self._manager.receiver(rendezvous.room, peer)
+        except TableFull as error:
+            if self._instead is None:
+                raise
+            self.decline(rendezvous)
+            self._lose(active, error)
+            return
         active.room = self._receivers[active] = receiver
         receiver.init()
+
+    def decline(self, rendezvous: Rendezvous) -> None:
+        if rendezvous.host:
+            peer = peer_address(rendezvous, self._default_peer_port)
+            self._manager.decline(rendezvous.room, peer)
 
     def follow(self, active: ActiveRequest) -> None:
         receiver = self._receivers.get(active)
@@ -54,7 +87,7 @@ class DecodeSide:
         state = receiver.poll()
         if state is KVPoll.Failed:
             active.note_room()
-            active.fail(receiver.failure() or TransferError(receiver.room, "failed"))
+            self._lose(active, receiver.failure() or TransferError(receiver.room, "failed"))
         elif active.phase is Phase.MEETING and state is KVPoll.WaitingForInput:
             active.phase = Phase.WAITING
         elif active.phase is Phase.LANDING and state is KVPoll.Success:
@@ -90,8 +123,8 @@ class DecodeSide:
             row = self._manager.aux.read(active.aux_index, receiver.room)
             self._check_digest(row, active)
         except CorruptAux as error:
-            # The KV beside a foreign row is foreign too.  The verdict stands; the request fails.
-            active.fail(error)
+            # The KV beside a foreign row is foreign too.  The verdict stands; the KV is not used.
+            self._lose(active, error)
             return
         # Success is quiet: the pages are the request's own from here, and the slot is free.
         del self._receivers[active]
@@ -101,6 +134,15 @@ class DecodeSide:
         active.computed_tokens = active.prompt_count
         active.phase = Phase.DECODING
         active.accept(_first_choice(row, active.request.sampling.logprobs))
+
+    def _lose(self, active: ActiveRequest, error: PdrtError) -> None:
+        """Its KV will not come."""
+        if self._instead is None or isinstance(error, Aborted):
+            active.fail(error)
+            return
+        log.warning("rid=%s recomputed code=%s detail=%r", active.request.rid, error.code, error)
+        self.release(active)
+        self._instead.take_over(active)
 
     def _check_digest(self, row: AuxRow, active: ActiveRequest) -> None:
         """Raises CorruptAux if prefill sent a digest and the KV here has another."""

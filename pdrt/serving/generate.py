@@ -209,6 +209,8 @@ class GenerateReply:
             meta |= self._logprobs(taken.logprobs)
         if taken.meta:
             meta["room"] = taken.meta
+        if taken.recomputed:
+            meta["recomputed"] = True
         return {"text": taken.text, "output_ids": taken.token_ids, "meta_info": meta}
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any, Self
 from pdrt.protocol.states import Reason
 from pdrt.serving.active import ActiveRequest
 from pdrt.serving.scheduler import EngineLoop
-from pdrt.serving.types import Delta, GenerationRequest
+from pdrt.serving.types import Delta, GenerationRequest, Rendezvous
 
 
 class DeltaStream:
@@ -70,6 +70,9 @@ class AsyncGenerator:
         for stream in matching:
             self.give_up(stream, Reason.ABORTED)
         return len(matching)
+
+    def decline(self, rendezvous: Rendezvous) -> None:
+        self._engine.decline(rendezvous)
 
     def stats(self) -> dict[str, Any]:
         return self._engine.stats()

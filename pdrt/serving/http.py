@@ -25,6 +25,7 @@ from pdrt.errors import (
     Refused,
     TransferError,
 )
+from pdrt.http_door import HttpDoor
 from pdrt.serving.plan import RID_CHARS_MAX, BadField
 
 JSON_TYPE = (b"content-type", b"application/json")
@@ -32,6 +33,7 @@ RETRY_AFTER_S = 1
 # Idle connections of routers live for 90 s (llm-d's sidecar); a server that closes first makes the
 # next request on such a connection fail with a reset.
 KEEP_ALIVE_S = 120
+BODY_S = 60.0  # for a body to arrive
 STREAM_SILENCE_S = 1.0
 
 encode = msgspec.json.encode
@@ -39,6 +41,10 @@ encode = msgspec.json.encode
 
 class BodyTooLarge(CallerError):
     code = "request_too_large"
+
+
+class BodyTooSlow(CallerError):
+    code = "request_timeout"
 
 
 class ClientGone(Exception):
@@ -57,6 +63,8 @@ def status_of(error: PdrtError) -> int:
     match error:
         case BodyTooLarge():
             return 413
+        case BodyTooSlow():
+            return 408
         case IllegalMove() | Closed():
             return 500
         case CallerError():
@@ -152,12 +160,21 @@ class EventStream:
         await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-async def read_body(scope: Scope, receive: Receive, *, bytes_max: int) -> bytes:
-    """The whole body.  Raises BodyTooLarge as soon as it is known, ClientGone on a disconnect.
+async def read_body(
+    scope: Scope, receive: Receive, *, bytes_max: int, timeout_s: float = BODY_S
+) -> bytes:
+    """The whole body.  Raises BodyTooLarge as soon as it is known, BodyTooSlow, and ClientGone on a
+    disconnect."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await _read_body(scope, receive, bytes_max)
+    except TimeoutError:
+        raise BodyTooSlow(f"the body did not arrive within {timeout_s:g} s") from None
 
-    The connection stays open after BodyTooLarge: closing it with unread bytes would reset it, and
-    the client would not see the 413.
-    """
+
+async def _read_body(scope: Scope, receive: Receive, bytes_max: int) -> bytes:
+    """The connection stays open after BodyTooLarge: closing it with unread bytes would reset it,
+    and the client would not see the 413."""
     too_large = BodyTooLarge(f"the body is larger than {bytes_max} bytes")
     declared = Headers(scope=scope).get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > bytes_max:
@@ -261,7 +278,7 @@ def uvicorn_config(
     until they end.  `options` override anything else.
     """
     fixed: Mapping[str, Any] = {
-        "http": "h11",
+        "http": HttpDoor,
         "ws": "none",
         "loop": "asyncio",
         "lifespan": "off",

@@ -41,6 +41,11 @@ def usage(head: Head, taken: Sequence[Taken]) -> Payload:
     }
 
 
+def recomputed(taken: Taken) -> Payload:
+    """What a choice says of itself if its prompt was computed on decode; the others say nothing."""
+    return {"recomputed": True} if taken.recomputed else {}
+
+
 def reason(finish_reason: FinishReason | None) -> str | None:
     return finish_reason.value if finish_reason else None
 
@@ -103,6 +108,7 @@ class CompletionReply:
             "text": text,
             "logprobs": logprobs,
             "finish_reason": reason(finish),
+            **recomputed(self.taken[index]),
         }
 
     def _logprobs(self, logprobs: Sequence[TokenLogprob], text_offset: int) -> Payload | None:
@@ -163,6 +169,7 @@ class ChatReply:
                 "message": {"role": "assistant", "content": each.text, "refusal": None},
                 "logprobs": self._logprobs(each.logprobs),
                 "finish_reason": reason(each.finish_reason),
+                **recomputed(each),
             }
             for index, each in enumerate(self.taken)
         ]
@@ -181,6 +188,7 @@ class ChatReply:
             "delta": content,
             "logprobs": self._logprobs(logprobs),
             "finish_reason": reason(finish),
+            **recomputed(self.taken[index]),
         }
         payload = self._chunk_payload([choice])
         if self._head.include_usage:

@@ -152,6 +152,19 @@ def _with_position(body: bytes, text: str) -> str:
     return f"{text} (byte {len(body)})"
 
 
+def rooms_named(body: bytes) -> list[Rendezvous]:
+    """The rooms that a body names which was refused for what else it says; none if it cannot be
+    told.  With one room for several choices only the first: its peer's body ends as a whole."""
+    try:
+        routing = decode(body, Routing)
+        rooms = routing.bootstrap_room
+        count = len(rooms) if isinstance(rooms, list) else 1
+        meetings = _meetings(routing, count, 1)
+    except BadRequest:
+        return []
+    return [meeting for meeting in meetings if meeting is not None]
+
+
 def refuse_unsupported(request: msgspec.Struct, neutral: Mapping[str, tuple[object, ...]]) -> None:
     """Refuse known fields at values that would change the answer; routers inject the neutral ones.
 

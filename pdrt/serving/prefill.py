@@ -19,6 +19,7 @@ from pdrt.serving.active import ActiveRequest, Phase
 from pdrt.serving.holdings import Holdings
 from pdrt.serving.rooms import Manager, Sender
 from pdrt.serving.sampling import Choice
+from pdrt.serving.types import Rendezvous
 
 
 class PrefillSide:
@@ -46,6 +47,9 @@ class PrefillSide:
         assert rendezvous is not None
         active.room = self._senders[active] = self._manager.sender(rendezvous.room)
         active.output_tokens_max = 1  # the others are decode's
+
+    def decline(self, rendezvous: Rendezvous) -> None:
+        self._manager.decline(rendezvous.room)
 
     def follow(self, active: ActiveRequest) -> None:
         sender = self._senders[active]

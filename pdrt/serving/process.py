@@ -79,6 +79,7 @@ def run_engine(attach_address: str, facts: EngineFacts) -> None:
         role=manager.role,
         default_peer_port=settings.bootstrap_port,
         checksum=settings.kv_checksum,
+        recompute=settings.on_transfer_failure == "recompute",
     )
     loop.start()
     manager.table.announce_ready()

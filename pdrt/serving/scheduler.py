@@ -37,13 +37,14 @@ from pdrt.serving.holdings import Holdings
 from pdrt.serving.prefill import PrefillSide
 from pdrt.serving.rooms import Manager
 from pdrt.serving.sampling import check_sampling
-from pdrt.serving.types import GenerationRequest
+from pdrt.serving.types import GenerationRequest, Rendezvous
 
 log = logging.getLogger(__name__)
 
 ATTEND_EVERY_NS = 5 * MILLISECOND_NS  # between layers
 WAIT_ROOMS_MS = 10  # a lost wake-up costs no more than this
 WAIT_IDLE_MS = 100
+DECLINED_MAX = 4096
 FORWARD_MAX_S = 60.0  # what the loop may stand in when it is told to close
 ONE = (1).to_bytes(8, "little")  # what an eventfd is written
 
@@ -74,8 +75,8 @@ class EngineLimits:
 class EngineLoop:
     """Owns the model, the pages and the rooms of one engine.
 
-    `submit`, `abort`, `stats`, `start` and `close` may be called from any thread; everything else
-    belongs to the loop's own.
+    `submit`, `abort`, `decline`, `stats`, `start` and `close` may be called from any thread;
+    everything else belongs to the loop's own.
     """
 
     def __init__(
@@ -88,9 +89,11 @@ class EngineLoop:
         role: Role | None = None,
         default_peer_port: int = 0,
         checksum: bool = False,
+        recompute: bool = False,
         clock: Clock = monotonic_ns,
     ) -> None:
-        """Without a manager every request runs alone, and one with a room is refused."""
+        """Without a manager every request runs alone, and one with a room is refused.
+        `recompute`: decode computes the prompts of rooms that a fault ended."""
         self.allocator = PageAllocator(model.pages_count)
         self._model, self._layout, self._decode = model, model.layout, decode
         self._limits, self._manager, self._clock = limits, manager, clock
@@ -103,10 +106,15 @@ class EngineLoop:
             if role is Role.PREFILL:
                 self._paired = PrefillSide(*parts, checksum=checksum)
             else:
-                self._paired = DecodeSide(*parts, default_peer_port=default_peer_port)
+                self._paired = DecodeSide(
+                    *parts,
+                    default_peer_port=default_peer_port,
+                    instead=self._alone if recompute else None,
+                )
         self._active: list[ActiveRequest] = []  # in order of arrival
         self._arrivals: deque[ActiveRequest] = deque()
         self._aborts: deque[tuple[ActiveRequest, Reason]] = deque()
+        self._declined: deque[Rendezvous] = deque()
         # A file object, not a bare number: a wake-up after close must not reach whoever got the
         # number next.
         self._wake_file = os.fdopen(os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC), "r+b", 0)
@@ -150,6 +158,13 @@ class EngineLoop:
         self._aborts.append((active, reason))
         self._wake()
 
+    def decline(self, rendezvous: Rendezvous) -> None:
+        """The room of a request that `submit` refused, or never saw: its peer is told that nobody
+        here will open it.  Beyond DECLINED_MAX at once the peers' own deadlines tell them."""
+        if len(self._declined) < DECLINED_MAX:
+            self._declined.append(rendezvous)
+            self._wake()
+
     def stats(self) -> dict[str, Any]:
         """Facts as of now; counts of pages, requests, rooms and tokens."""
         alive = [active for active in list(self._active) if active.phase is not Phase.OVER]
@@ -164,6 +179,7 @@ class EngineLoop:
             "aux_used": self._manager.aux.used_count if self._manager else 0,
             "rooms_open": sum(active.room is not None for active in alive),
             "rooms_releasing": len(self._holdings) if self._holdings is not None else 0,
+            "recomputed": self._alone.recomputed_count,
             "prompt_tokens": self.prompt_tokens_count,
             "output_tokens": self.output_tokens_count,
         }
@@ -227,6 +243,10 @@ class EngineLoop:
             self._open(self._arrivals.popleft())
         while self._aborts:
             self._give_up(*self._aborts.popleft())
+        while self._declined:
+            rendezvous = self._declined.popleft()
+            if self._paired is not None:
+                self._paired.decline(rendezvous)
         if self._manager is not None:
             self._manager.tick()
         for active in self._active:
@@ -241,10 +261,16 @@ class EngineLoop:
             self._attend()
 
     def _open(self, active: ActiveRequest) -> None:
+        if active.phase is Phase.OVER:  # it came, and was given up, since we looked at arrivals
+            if active.request.rendezvous is not None:
+                active.side.decline(active.request.rendezvous)
+            return
         self._active.append(active)
         try:
             active.side.open(active)
         except (Refused, CallerError) as error:
+            if active.request.rendezvous is not None:
+                active.side.decline(active.request.rendezvous)
             active.fail(error)
 
     def _give_up(self, active: ActiveRequest, reason: Reason) -> None:

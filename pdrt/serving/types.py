@@ -83,5 +83,8 @@ class Generator(Protocol):
     def abort(self, rid_prefix: str) -> int:
         """Abort every request whose rid starts with the prefix ('' for all); returns how many."""
 
+    def decline(self, rendezvous: Rendezvous) -> None:
+        """The room of a request that was refused before or by `submit`: tell its peer."""
+
     def stats(self) -> dict[str, Any]:
         """Facts for /server_info, /metrics and /get_load: running, waiting, pages in use, ..."""

@@ -35,6 +35,7 @@ def make_cluster(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) ->
         decode: Sequence[str] = (),
         model: Path | None = None,
         router: str | None = None,
+        router_flags: Sequence[str] = (),
     ) -> Cluster:
         common = ["--model-path", str(model or tiny_folder), "--served-model-name", "tiny"]
         return Cluster(
@@ -43,6 +44,7 @@ def make_cluster(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) ->
             prefill=prefill,
             decode=decode,
             router=router,
+            router_flags=router_flags,
             environment=LOOPBACK,
         )
 
@@ -55,7 +57,8 @@ def start_cluster(make_cluster: StartCluster) -> Iterator[StartCluster]:
     with contextlib.ExitStack() as stack:
 
         def start(*flags: str, **options: Any) -> Cluster:
-            cluster = stack.enter_context(make_cluster(*flags, **options))
+            # Standbys are `pair`'s, and tests/crash's; here their start would only cost time.
+            cluster = stack.enter_context(make_cluster("--no-standby", *flags, **options))
             cluster.start()
             return cluster
 

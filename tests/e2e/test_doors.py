@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 import zmq
 
@@ -166,6 +167,18 @@ def test_garbage_on_the_control_port_is_counted_and_dropped(
     for member in (cluster.prefill, cluster.decode):
         report = httpx.get(f"{member.supervisor_url}/health", timeout=5).json()
         assert all(child["restarts"] == 0 for child in report["children"]), report
+
+
+def test_all_that_listens_is_on_loopback(cluster: Cluster) -> None:
+    """Unless it is told otherwise."""
+    listening = []
+    for member in (cluster.prefill, cluster.decode):
+        tree = psutil.Process(member.popen.pid)
+        for process in (tree, *tree.children(recursive=True)):
+            found = process.net_connections("inet")
+            listening += [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN]
+    assert len(listening) >= 2 * 3  # requests, control, supervisor
+    assert set(listening) == {"127.0.0.1"}
 
 
 @pytest.mark.timeout(120)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pdrt.cli.cluster import Cluster
 from pdrt.engine.manager import KVManager
 from pdrt.engine.room import KVRoom
-from pdrt.errors import AttachFailed, IllegalMove, PeerLost, ProcessLost, RoomInUse
+from pdrt.errors import AttachFailed, BadRequest, IllegalMove, PeerLost, ProcessLost, RoomInUse
 from pdrt.memory.aux import AuxRow
 from pdrt.protocol.states import TERMINAL, KVPoll
 from tests.e2e.conftest import QUICK, StartCluster
@@ -119,6 +119,54 @@ def test_an_abort_on_either_side_reaches_the_other_in_every_phase(
                 wait_until(each.quiet, 10, f"{side} {phase} to be quiet")
                 each.clear()
     assert rooms_of(cluster.prefill) == rooms_of(cluster.decode) == []
+
+
+def test_a_declined_room_is_told_to_the_other_side_unless_it_is_open(
+    cluster: Cluster, prefill: KVManager, decode: KVManager
+) -> None:
+    peer = peer_of(cluster)
+    for room in (1500, 1501):  # the half that waits comes first, and then last
+        receiver = decode.receiver(room, peer) if room == 1500 else None
+        if receiver is not None:
+            receiver.init()
+            wait_for(receiver, {KVPoll.WaitingForInput}, prefill, decode)
+        prefill.decline(room)
+        if receiver is None:
+            receiver = decode.receiver(room, peer)
+            receiver.init()
+        assert wait_for(receiver, set(), prefill, decode) is KVPoll.Failed
+        assert "refused" in str(receiver.failure())
+        receiver.clear()
+    for room in (1510, 1511):
+        sender = prefill.sender(room) if room == 1510 else None
+        prefill.tick()
+        decode.decline(room, peer)
+        sender = sender or prefill.sender(room)
+        assert wait_for(sender, set(), prefill, decode) is KVPoll.Failed
+        sender.clear()
+    sender, receiver = prefill.sender(1520), decode.receiver(1520, peer)
+    receiver.init()
+    prefill.decline(1520)
+    decode.decline(1520, peer)
+    sender.init(1, 0)
+    wait_for(receiver, {KVPoll.WaitingForInput}, prefill, decode)
+    receiver.send_metadata(np.array([3], dtype=np.int32), 0)
+    prefill.aux.write(0, AuxRow(1520, 42))
+    sender.send(np.array([5], dtype=np.int32), last=True)
+    assert wait_for(receiver, set(), prefill, decode) is KVPoll.Success, receiver.failure()
+    assert wait_for(sender, set(), prefill, decode) is KVPoll.Success
+    sender.clear()
+    receiver.clear()
+    assert rooms_of(cluster.prefill) == rooms_of(cluster.decode) == []
+
+
+@pytest.mark.parametrize("peer", ["", "host", "host:", "host:0", ":1", "h" * 5000 + ":1"])
+def test_a_peer_without_an_address_is_refused_before_anything_is_sent(
+    decode: KVManager, peer: str
+) -> None:
+    with pytest.raises(BadRequest, match="host:port"):
+        decode.receiver(1600, peer)
+    decode.decline(1600, peer)  # there is nobody to tell
 
 
 def test_a_room_is_cleared_only_when_it_is_over(cluster: Cluster, decode: KVManager) -> None:

@@ -121,8 +121,11 @@ class Pair(Engines):
         pages_count: int = 128,
         ranks: int = 1,
         aux_rows: int = 64,
+        recompute: bool = False,
+        checksum: bool = False,
         **limits: int,
     ) -> None:
+        self._recompute, self._checksum = recompute, checksum
         layout = layout_of(folder, page_size, ranks)
         self.fakes = FakePair(layout, pages_count, aux_rows)
         self.prefill = self._engine(folder, layout, Role.PREFILL, limits)
@@ -170,7 +173,8 @@ class Pair(Engines):
         for engine in (self.prefill, self.decode):
             stats = engine.stats()
             left = {name: value for name, value in stats.items() if not name.endswith("_tokens")}
-            left.pop("pages_total"), left.pop("pages_free")
+            for name in ("pages_total", "pages_free", "recomputed"):
+                del left[name]
             assert not any(left.values()), left
 
     def _engine(
@@ -180,7 +184,15 @@ class Pair(Engines):
         pools = [manager.kv(rank) for rank in range(layout.ranks)]
         model = PagedModel(folder, layout, pools, threads=1)
         decode = Tokens(folder).decode
-        return EngineLoop(model, decode, limits_of(folder, **limits), manager=manager, role=role)
+        return EngineLoop(
+            model,
+            decode,
+            limits_of(folder, **limits),
+            manager=manager,
+            role=role,
+            recompute=self._recompute,
+            checksum=self._checksum,
+        )
 
 
 def ask(prompt: Sequence[int], rid: str = "r", **sampling: object) -> GenerationRequest:

@@ -20,7 +20,7 @@ from pdrt.runtime import listen
 from pdrt.serving.app import ServerInfo, build_app
 from pdrt.serving.http import uvicorn_config
 from pdrt.serving.plan import Message
-from pdrt.serving.types import Delta, FinishReason, GenerationRequest, TokenLogprob
+from pdrt.serving.types import Delta, FinishReason, GenerationRequest, Rendezvous, TokenLogprob
 from tests.waiting import wait_until
 
 WALL_S = 1_700_000_000.0
@@ -138,6 +138,7 @@ class FakeGenerator:
         self.open: set[str] = set()
         self.aborted: list[str] = []
         self.abort_prefixes: list[str] = []
+        self.declined: list[Rendezvous] = []
         self.steps_count = 0
 
     def submit(self, request: GenerationRequest) -> AsyncIterator[Delta]:
@@ -150,6 +151,9 @@ class FakeGenerator:
     def abort(self, rid_prefix: str) -> int:
         self.abort_prefixes.append(rid_prefix)
         return len(self.open)
+
+    def decline(self, rendezvous: Rendezvous) -> None:
+        self.declined.append(rendezvous)
 
     def stats(self) -> dict[str, Any]:
         return {"running": 3, "waiting": 2, "tokens": 250}

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from pdrt import errors
+from pdrt.http_door import HttpDoor
 from pdrt.serving.http import KEEP_ALIVE_S, uvicorn_config
 from tests.serving.http_fakes import (
     INFO,
@@ -279,7 +280,7 @@ def test_every_response_has_a_request_id():
 def test_uvicorn_keeps_connections_longer_than_routers_do():
     config = uvicorn_config(make_app(FakeGenerator(say("a"))))
     assert config.timeout_keep_alive == KEEP_ALIVE_S >= 120
-    assert (config.http, config.access_log, config.log_config) == ("h11", False, None)
+    assert (config.http, config.access_log, config.log_config) == (HttpDoor, False, None)
 
 
 def test_choices_are_limited_by_the_servers_own_number():

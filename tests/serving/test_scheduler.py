@@ -175,8 +175,12 @@ def test_prompts_without_or_with_foreign_tokens_are_refused(
 
 def test_a_full_queue_is_refused(single_of: Callable[..., Single]) -> None:
     single = single_of(queue_max=2)
-    for _ in range(2):
-        single.engine.submit(ask(prompt(3)), lambda delta: None)
+    first, _ = [single.engine.submit(ask(prompt(3)), lambda delta: None) for _ in range(2)]
+    with pytest.raises(QueueFull):
+        single.engine.submit(ask(prompt(3)), print)
+    single.engine.abort(first)
+    single.engine.iterate()
+    single.engine.submit(ask(prompt(3)), lambda delta: None)
     with pytest.raises(QueueFull):
         single.engine.submit(ask(prompt(3)), print)
 

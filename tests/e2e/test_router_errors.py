@@ -1,0 +1,181 @@
+"""Behind a router, a client has its error within two seconds when either leg fails at once.
+
+sglang-router waits for both legs whatever one of them says, so each server has to hear from the
+other that its half of the room will not come.  Waiting for the deadline would take a minute here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from pdrt.cli.cluster import ROUTERS, Cluster, Member
+from tests.e2e.conftest import StartCluster
+from tests.e2e.driver import Driver, wait_idle
+
+#: The promise is 2 s on an idle machine; tests share theirs with everything else that runs.
+LOAD = 5
+BOUND_S = 2.0 * LOAD
+QUEUE_MAX = 4
+SHORT, LONG = "the river runs", "the river runs to the sea " * 45  # LONG does not fit into prefill
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] if name == "smg" else []) for name in ROUTERS
+    ],
+)
+def cluster(start_cluster: StartCluster, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Small limits, so that each side can be made to refuse; deadlines as shipped.  A router that
+    tries again would hide how long one try takes."""
+    started = start_cluster(
+        "--transport", "shm", "--queue-max", str(QUEUE_MAX), "--chunked-prefill-size", "8",
+        prefill=("--pool-tokens", "256"),
+        router=request.param,
+        router_flags=("--disable-retries", "--disable-circuit-breaker"),
+    )  # fmt: skip
+    yield started
+    started.stop()
+
+
+class Client:
+    def __init__(self, cluster: Cluster, http: httpx.AsyncClient) -> None:
+        self.cluster = cluster
+        self.http = http
+
+    async def refused(self, *, stream: bool, **more: Any) -> str:
+        """Ask the router for a completion that cannot be; returns its error."""
+        body = {"model": "tiny", "prompt": SHORT, "max_tokens": 8, "temperature": 0}
+        asked = self.http.post(
+            f"{self.cluster.url}/v1/completions", json={**body, "stream": stream, **more}
+        )
+        try:
+            async with asyncio.timeout(BOUND_S):
+                response = await asked
+        except httpx.HTTPError as error:
+            return repr(error)
+        failed = response.status_code >= 400 or '"abort"' in response.text
+        assert failed, (response.status_code, response.text)
+        return response.text
+
+    async def succeeds(self) -> None:
+        body = {"model": "tiny", "prompt": SHORT, "max_tokens": 8, "temperature": 0}
+        response = await self.http.post(f"{self.cluster.url}/v1/completions", json=body)
+        assert response.status_code == 200, response.text
+
+    async def abort_all(self, members: Sequence[Member]) -> None:
+        for member in members:
+            await self.http.post(f"{member.url}/abort_request", json={"abort_all": True})
+
+    @contextlib.asynccontextmanager
+    async def full(self, member: Member) -> AsyncIterator[None]:
+        """The queue of one side is full of requests whose other half never comes."""
+        driver = Driver(self.cluster)
+        lonely = [
+            asyncio.create_task(
+                self.http.post(f"{member.url}/generate", json=driver.body([5], max_new_tokens=4))
+            )
+            for _ in range(QUEUE_MAX)
+        ]
+        try:
+            while await self.running(member) < QUEUE_MAX:
+                await asyncio.wait(lonely, timeout=0.05)
+            yield
+        finally:
+            await self.abort_all([member])
+            await asyncio.gather(*lonely)
+
+    async def running(self, member: Member) -> int:
+        facts = (await self.http.get(f"{member.url}/server_info")).json()["internal_states"][0]
+        return int(facts["running"]) + int(facts["waiting"])
+
+
+@contextlib.asynccontextmanager
+async def client_of(cluster: Cluster) -> AsyncIterator[Client]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(timeout=120, limits=limits) as http:
+        yield Client(cluster, http)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_side_that_refuses(cluster: Cluster, stream: bool) -> None:
+    async def run() -> None:
+        async with client_of(cluster) as client:
+            for member in (cluster.prefill, cluster.decode):
+                async with client.full(member):
+                    await client.refused(stream=stream)
+                await client.succeeds()
+
+    asyncio.run(run())
+    wait_idle(cluster, 15)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_request_that_only_prefill_finds_wrong(cluster: Cluster, n: int) -> None:
+    async def run() -> None:
+        async with client_of(cluster) as client:
+            for stream in (False, True):
+                await client.refused(stream=stream, prompt=LONG, n=n)
+            await client.succeeds()
+
+    asyncio.run(run())
+    wait_idle(cluster, 15)
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("legs", ["prefill", "decode", "both"])
+def test_an_engine_that_aborts(cluster: Cluster, legs: str) -> None:
+    members = [m for m in (cluster.prefill, cluster.decode) if legs in (m.name, "both")]
+
+    async def run() -> None:
+        async with client_of(cluster) as client:
+            for stream in (False, True):
+                asked = asyncio.create_task(
+                    client.refused(
+                        stream=stream, prompt=LONG[:400], max_tokens=1500, ignore_eos=True
+                    )
+                )
+                while not asked.done():
+                    await client.abort_all(members)
+                    await asyncio.wait([asked], timeout=0.01)
+                await asked
+
+    asyncio.run(run())
+    wait_idle(cluster, 15)
+
+
+@pytest.mark.timeout(240)
+def test_last_a_prefill_that_drains_and_one_that_is_dead(cluster: Cluster) -> None:
+    """The end of this cluster's prefill, so no test comes after it."""
+
+    prefill = cluster.prefill
+
+    async def draining(client: Client) -> bool:
+        return (await client.http.get(f"{prefill.url}/health")).status_code != 200
+
+    async def run() -> None:
+        async with client_of(cluster) as client:
+            body = Driver(cluster).body([5], max_new_tokens=4)  # nobody else ever comes for it
+            lonely = asyncio.create_task(client.http.post(f"{prefill.url}/generate", json=body))
+            while await client.running(prefill) == 0:
+                await asyncio.wait([lonely], timeout=0.05)
+            prefill.popen.terminate()  # it drains as long as that one waits
+            while not await draining(client):
+                await asyncio.wait([lonely], timeout=0.05)
+            for stream in (False, True):
+                await client.refused(stream=stream)
+            prefill.popen.kill()
+            prefill.popen.wait(10)
+            for stream in (False, True):
+                await client.refused(stream=stream)
+            await asyncio.gather(lonely, return_exceptions=True)
+
+    asyncio.run(run())

@@ -16,6 +16,7 @@ processes of the same user are served.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -102,7 +103,10 @@ def request(
 ) -> tuple[AttachReply, list[int], socket.socket]:
     """Ask a running tree.  Returns the reply, the descriptors, and the connection to hold open.
     Raises AttachFailed."""
-    client = _client(timeout_s)
+    try:
+        client = _client(timeout_s)
+    except OSError as error:
+        raise AttachFailed(f"no socket to ask {address} with: {error.strerror}") from None
     try:
         client.connect(_sockaddr(address))
         client.send(msgspec.msgpack.encode(ask))
@@ -163,12 +167,14 @@ def _client(timeout_s: float) -> socket.socket:
 
 def _read_answer(client: socket.socket) -> tuple[AttachReply, list[int]]:
     """Raises OSError, MsgspecError, BadConfig; keeps no descriptor then."""
-    data, fds, _, _ = socket.recv_fds(client, REPLY_BYTES_MAX, 260)
+    data, fds, flags, _ = socket.recv_fds(client, REPLY_BYTES_MAX, 260)
     try:
+        if flags & socket.MSG_CTRUNC:  # some of them found no place here
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         for fd in fds:  # recv_fds takes flags and ignores them, MSG_CMSG_CLOEXEC too
             os.set_inheritable(fd, False)
         return msgspec.msgpack.decode(data, type=AttachReply), fds
-    except (msgspec.MsgspecError, BadConfig):
+    except (OSError, msgspec.MsgspecError, BadConfig):
         for fd in fds:
             os.close(fd)
         raise
@@ -218,13 +224,27 @@ class AttachService:
             uid = _PEERCRED.unpack(
                 client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEERCRED.size)
             )[1]
-            if uid != os.getuid() or len(self._clients) >= CLIENTS_MAX:
+            if uid != os.getuid():
                 client.close()
+                return
+            if len(self._clients) >= CLIENTS_MAX and not self._drop_silent():
+                full = AttachReply(error=f"{CLIENTS_MAX} connections are attached already")
+                with client, contextlib.suppress(OSError):
+                    client.setblocking(False)
+                    client.send(msgspec.msgpack.encode(full))
                 return
             client.setblocking(False)
             fd = client.fileno()
             self._clients[fd] = client
             self._watch(fd, lambda: self._ready(fd))
+
+    def _drop_silent(self) -> bool:
+        """Make room: the oldest of those that have not asked for anything goes."""
+        for fd in self._clients:
+            if fd not in self._rows and fd not in self._peers:
+                self._drop(fd)
+                return True
+        return False
 
     def _ready(self, fd: int) -> None:
         client = self._clients[fd]

@@ -32,7 +32,7 @@ SGLANG_MISSES = "SGLANG_DISAGGREGATION_HEARTBEAT_MAX_FAILURE"
 SGLANG_BEAT_S, SGLANG_BEAT_MIN_S, SGLANG_MISSES_DEFAULT = 5.0, 2.0, 2
 
 #: What UCX needs for pdrt's promises, unless the operator says otherwise.  A black-holed TCP link
-#: is noticed after USER_TIMEOUT instead of never.  Without CONN_NB UCX waits inside connect(2), so a
+#: is noticed after USER_TIMEOUT instead of never.  Without CONN_NB UCX waits inside connect(2): a
 #: host that does not answer would stop a worker, and with it every other peer (decision 0007).
 UCX_DEFAULTS = {
     "UCX_TCP_USER_TIMEOUT": "3s",
@@ -124,6 +124,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("port", "bootstrap_port", "control_port", "supervisor_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise BadConfig(f"--{name.replace('_', '-')} {getattr(self, name)} is not a port")
+        advertised = self.advertise_host or self.host
+        if self.role == "decode" and is_unspecified(advertised):
+            raise BadConfig(f"peers cannot dial {advertised}: give --advertise-host")
         for name in Timeouts.__struct_fields__:
             # Shorter than the table's millisecond would read as no deadline at all; neither is NaN.
             if not 0.001 <= getattr(self.timeouts, name) <= TIMEOUT_MAX_S:
@@ -160,6 +163,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_unspecified(host: str) -> bool:
+    """Does it mean every address of this machine?  One can listen there, and nobody can dial it."""
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return host in ("", "*")
 
 
 def ucx_environment(settings: Settings) -> dict[str, str]:

@@ -14,7 +14,7 @@ PdrtError
     RankFailed             another rank of the same room failed
     RoomLayoutMismatch     the two engines cannot exchange KV
   Refused                  a limit is reached; nothing changed, try again later
-    TableFull PoolFull AuxFull QueueFull Draining
+    TableFull PoolFull AuxFull QueueFull NoDescriptors Draining
   CallerError              fix the request or the call
     RoomInUse PromptTooLong BadRequest IllegalMove Closed
   DeploymentError          fix the deployment; start-up stops here
@@ -24,6 +24,15 @@ PdrtError
 """
 
 from __future__ import annotations
+
+import errno
+
+EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
+
+
+def is_exhausted(error: Exception) -> bool:
+    """Does the kernel refuse for want of descriptors, memory or processes?  Later it may not."""
+    return isinstance(error, OSError) and error.errno in EXHAUSTED
 
 
 class PdrtError(Exception):
@@ -108,6 +117,12 @@ class AuxFull(Refused):
 
 class QueueFull(Refused):
     code = "queue_max"
+
+
+class NoDescriptors(Refused):
+    """The process may not open another descriptor."""
+
+    code = "descriptors_max"
 
 
 class Draining(Refused):

@@ -7,6 +7,7 @@ Served by a thread, so it answers while any child is stopped or dead; the thread
 from __future__ import annotations
 
 import json
+import logging
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, Clock
+from pdrt.http_door import HttpDoor
 from pdrt.protocol.peers import TRANSPORT_CODES
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.shm_status import (
@@ -39,7 +41,10 @@ from pdrt.supervision import ChildState, Phase
 
 ROOMS_SHOWN_MAX = 10_000
 LATE_NS = 250 * MILLISECOND_NS  # past its deadline by this much, a room is a fault of ours
+AGAIN_S = 1.0  # from an end of the serving to its next beginning
 LOOP_SILENT_NS = 2 * SECOND_NS
+
+log = logging.getLogger("pdrt.health")
 
 
 class Health:
@@ -209,20 +214,33 @@ def build_app(health: Health, metrics: Callable[[], bytes], facts: dict[str, Any
 
 
 class HealthServer:
-    """Serves an app on a listening socket from a thread of its own."""
+    """Serves an app on a listening socket from a thread of its own.  Whatever ends the serving, it
+    begins again: a tree whose health nobody can ask for only looks dead."""
 
     def __init__(self, app: Starlette, listening: socket.socket) -> None:
-        config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", http="h11")
-        self._server = uvicorn.Server(config)
+        # asyncio's own loop: another one may end the process where no descriptor is left.
+        self._config = uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", http=HttpDoor, loop="asyncio"
+        )
+        self._server = uvicorn.Server(self._config)
         self._listening = listening
+        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="health", daemon=True)
 
     def _serve(self) -> None:
-        self._server.run(sockets=[self._listening])
+        while not self._stopping.is_set():
+            try:
+                with self._listening.dup() as listening:  # a server closes what it served on
+                    self._server.run(sockets=[listening])
+            except Exception:
+                log.exception("health is not served; it is tried again")
+            self._stopping.wait(AGAIN_S)
+            self._server = uvicorn.Server(self._config)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float = 2.0) -> None:
+        self._stopping.set()
         self._server.should_exit = True
         self._thread.join(timeout_s)

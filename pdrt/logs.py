@@ -1,4 +1,9 @@
-"""How every process of a tree logs: to stderr, one line an event, with role and pid."""
+"""How every process of a tree logs: to stderr, one line an event, with role and pid, at a bounded
+rate.
+
+The bound is each place's own: whatever provokes a line ten thousand times a second, a frame or a
+connection from outside included, writes ten, and those of other places are not lost among them.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +11,39 @@ import logging
 
 from pdrt.config import Settings
 
+LINES_A_SECOND = 10  # from one place in the code
+
+
+class Bounded(logging.Filter):
+    """Lets through the first lines of each place in each second.  The next that passes says how
+    many did not.  What it remembers is bounded by the places there are in the code."""
+
+    def __init__(self, lines_a_second: int = LINES_A_SECOND) -> None:
+        super().__init__()
+        self._lines_a_second = lines_a_second
+        self._places: dict[tuple[str, int], tuple[int, int]] = {}  # -> second, lines in it
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        place = record.pathname, record.lineno
+        second, lines = self._places.get(place, (-1, 0))
+        if int(record.created) == second:
+            self._places[place] = second, lines + 1
+            return lines < self._lines_a_second
+        self._places[place] = int(record.created), 1
+        if lines > self._lines_a_second:
+            suppressed = lines - self._lines_a_second
+            record.msg = f"{record.getMessage()} ({suppressed} more like it were not logged)"
+            record.args = None
+        return True
+
 
 def start_logging(settings: Settings) -> None:
-    """Once in each process, before anything is logged."""
+    """In each process, before anything is logged; once more does no harm."""
     logging.basicConfig(
         level=settings.log_level.upper(),
         format="%(asctime)s %(levelname)s %(name)s "
         f"role={settings.role} pid=%(process)d %(message)s",
     )
+    for handler in logging.getLogger().handlers:
+        if not any(isinstance(each, Bounded) for each in handler.filters):
+            handler.addFilter(Bounded())

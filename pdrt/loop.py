@@ -17,6 +17,7 @@ from functools import partial
 from types import FrameType
 
 from pdrt.clock import SECOND_NS, Clock, monotonic_ns, to_ns
+from pdrt.errors import BadConfig
 
 logger = logging.getLogger("pdrt.supervisor")
 
@@ -54,9 +55,13 @@ class Loop:
         self._rests_ns: dict[int, int] = {}  # descriptor -> when it is served again
 
     def open(self, signums: Iterable[int], on_signal: Callable[[int], None]) -> None:
+        """Raises BadConfig if no descriptor is left."""
         self._on_signal = on_signal
-        self._selector = selectors.DefaultSelector()
-        self._wake_fd, waker_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._selector = selectors.DefaultSelector()
+            self._wake_fd, waker_fd = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise BadConfig(f"no descriptor is left: {error.strerror}; raise ulimit -n") from error
         self._waker_fd = waker_fd
         self._selector.register(self._wake_fd, selectors.EVENT_READ, self._on_wake)
         self._handlers = {signum: signal.signal(signum, _ignore) for signum in signums}

@@ -40,6 +40,15 @@ SIMPLE = (
     (Counter.DEADLINES, "room_deadlines_exceeded", "Rooms ended by their deadline"),
     (Counter.SWEPT, "rooms_swept", "Rooms ended because a process of ours died"),
     (Counter.QUIET_FORCED, "quiet_forced", "Workers restarted to make a room quiet"),
+    (Counter.CALLBACK_ERRORS, "callback_errors", "Exceptions in the supervisor's loop"),
+    (Counter.FORGOTTEN, "forgotten", "Things that a full memory forgot before their time"),
+    (Counter.STRANGERS, "strangers", "Connections to a control port that never shook hands"),
+    (
+        Counter.CONNECTIONS_REFUSED,
+        "connections_refused",
+        "Connections to a control port beyond its bound",
+    ),
+    (Counter.SHORTAGES, "descriptor_shortages", "Seconds in which nobody new could be let in"),
 )
 
 
@@ -124,8 +133,11 @@ class TableCollector(Collector):
         yield room_max
 
 
+COUNTED = {"recomputed": "Requests whose room was lost and whose prompt was computed here"}
+
+
 class StatsCollector(Collector):
-    """An engine's own numbers, one gauge each."""
+    """An engine's own numbers: one gauge each, and a counter of those in COUNTED."""
 
     def __init__(self, stats: Callable[[], Mapping[str, int]], *, role: str) -> None:
         self._stats = stats
@@ -133,8 +145,9 @@ class StatsCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for name, value in self._stats().items():
-            words = f"Engine: {name.replace('_', ' ')}"
-            family = GaugeMetricFamily(f"pdrt_engine_{name}", words, labels=["role"])
+            words = COUNTED.get(name, f"Engine: {name.replace('_', ' ')}")
+            kind = CounterMetricFamily if name in COUNTED else GaugeMetricFamily
+            family = kind(f"pdrt_engine_{name}", words, labels=["role"])
             family.add_metric([self._role], value)
             yield family
 

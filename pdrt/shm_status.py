@@ -48,7 +48,7 @@ from atomicshm import AtomicView
 from numpy.typing import NDArray
 
 from pdrt.clock import MILLISECOND_NS
-from pdrt.errors import AttachFailed, Closed, NoMemory, TableFull
+from pdrt.errors import AttachFailed, Closed, NoMemory, TableFull, is_exhausted
 from pdrt.protocol.counters import COUNTERS_MAX, Counter, bucket_of
 from pdrt.protocol.states import (
     MOVES,
@@ -62,14 +62,13 @@ from pdrt.protocol.states import (
 )
 
 MAGIC = 0x7064_7274_5F73_6C31  # "pdrt_sl1"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2  # 2: the bound of renewals
 HEADER_BYTES = 4096
 OWNERS_MAX = 64
 OWNER_BYTES = 128
 SLOT_BYTES = 128  # two cache lines: neighbours never share a prefetched pair
-HEADER = struct.Struct(
-    "<QIIIIIIQ16s5Q"
-)  # magic version role slots owners counters pid start instance timeouts
+# magic version role slots owners counters pid start instance timeouts queue
+HEADER = struct.Struct("<QIIIIIIQ16s5QQ")
 
 ROOM, DEADLINE, MOVED, TAKEN, OPENER, ENTERED = 8, 16, 24, 32, 40, 48
 PATH, DETAIL, DETAIL_BYTES = 88, 104, 24
@@ -89,6 +88,7 @@ assert DETAIL + DETAIL_BYTES <= SLOT_BYTES
 assert ENTERED + 8 * len(KVPoll) == PATH
 
 _STATES = tuple(KVPoll)
+_NEVER, _NO_DETAIL = bytes(PATH - ENTERED), bytes(DETAIL_BYTES)
 _REASONS = tuple(Reason(n) if n in set(Reason) else Reason.NONE for n in range(256))
 _ROLES = frozenset(Role)
 _EVERYTHING = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -153,9 +153,16 @@ def peer_of(path: int) -> int:
 
 
 def create(
-    role: Role, *, rooms_max: int, instance: bytes, timeouts_ms: dict[KVPoll, int], now_ns: int
+    role: Role,
+    *,
+    rooms_max: int,
+    instance: bytes,
+    timeouts_ms: dict[KVPoll, int],
+    now_ns: int,
+    queue_ms: int = 600_000,
 ) -> int:
-    """Make the memfd of a new tree and return its descriptor.  Raises NoMemory."""
+    """Make the memfd of a new tree and return its descriptor.  A room that waits is renewed until
+    `queue_ms` after it was opened.  Raises NoMemory."""
     slots_offset = HEADER_BYTES + OWNERS_MAX * (OWNER_BYTES + COUNTERS_MAX * 8)
     length_bytes = slots_offset + rooms_max * SLOT_BYTES
     fd = memory_fd("pdrt-status", length_bytes)
@@ -173,6 +180,7 @@ def create(
             now_ns,
             instance,
             *timeouts,
+            queue_ms,
         ),
         0,
     )
@@ -181,10 +189,11 @@ def create(
 
 def memory_fd(name: str, length_bytes: int) -> int:
     """A sealed memfd whose memory is reserved, not just sized.  Raises NoMemory."""
+    available = available_bytes()
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         # Asked for more than there is, the kernel would not refuse but kill somebody on the way.
-        if length_bytes > available_bytes():
+        if length_bytes > available:
             raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
         os.posix_fallocate(fd, 0, length_bytes)
     except OSError as error:
@@ -217,6 +226,8 @@ class StatusTable:
         try:
             self.map = mmap.mmap(fd, max(HEADER_BYTES, os.fstat(fd).st_size))
         except (OSError, ValueError) as error:
+            if is_exhausted(error):
+                raise
             raise AttachFailed(f"not a status table: {error}") from None
         (
             magic,
@@ -229,6 +240,7 @@ class StatusTable:
             self.started_ns,
             self.instance,
             *timeouts,
+            self.queue_ms,
         ) = HEADER.unpack_from(self.map)
         self._counters = HEADER_BYTES + OWNERS_MAX * OWNER_BYTES
         self._slots = self._counters + OWNERS_MAX * COUNTERS_MAX * 8
@@ -260,8 +272,7 @@ class StatusTable:
             OWNERS_MAX, OWNER_BYTES // 8
         )
         self._free: list[int] = []
-        self._cursor = 0
-        self._closed = False
+        self._cursor, self._closed = 0, False
 
     def _steps_of(self, event: Event) -> list[tuple[int, int] | None]:
         """By the low four bits of a word: what `event` makes of them, and the new deadline in
@@ -297,12 +308,11 @@ class StatusTable:
         store(at + MOVED, tag)
         store(at + TAKEN, tag)
         store(at + OPENER, self.me.row | self.me.incarnation << 8 | rank << 40)
-        for state in _STATES:
-            store(at + ENTERED + 8 * state, 0)
+        # Nobody reads these before the word is published, and no older generation swaps them.
+        self.map[at + ENTERED : at + PATH] = _NEVER
+        self.map[at + DETAIL : at + DETAIL + DETAIL_BYTES] = _NO_DETAIL
         store(at + ENTERED + 8 * KVPoll.Bootstrapping, now_ns)
         store(at + PATH, tag)
-        for offset in range(DETAIL, DETAIL + DETAIL_BYTES, 8):
-            store(at + offset, 0)
         store(at, pack(KVPoll.Bootstrapping, False, 0, NOBODY, generation))
         self.count(Counter.ROOMS_OPENED)
         return Handle(room, slot, generation)
@@ -478,12 +488,25 @@ class StatusTable:
 
     def read(self, slot: int, generation: int) -> Word | None:
         """The word of a room, or None if the handle is stale or was never valid."""
+        word = self._valid(slot, generation)
+        return None if word is None else unpack(word)
+
+    def state(self, slot: int, generation: int) -> KVPoll | None:
+        """As `read`, the state alone: it is what most messages need."""
+        word = self._valid(slot, generation)
+        return None if word is None else _STATES[word & STATE_MASK]
+
+    def _valid(self, slot: int, generation: int) -> int | None:
         if not 0 <= slot < self.rooms_max or not generation & 1:
             return None
         word = self._load(self._slots + slot * SLOT_BYTES)
-        if word >> GENERATION_SHIFT != generation or word & STATE_MASK == CLAIMED:
-            return None
-        return unpack(word)
+        stale = word >> GENERATION_SHIFT != generation or word & STATE_MASK == CLAIMED
+        return None if stale else word
+
+    def is_quiet(self, slot: int, generation: int) -> bool:
+        """Can no byte of this room move any more?  False of a room that was cleared."""
+        word = self._load(self._slots + slot * SLOT_BYTES)
+        return word >> GENERATION_SHIFT == generation and word & QUIET_BIT != 0
 
     def clear(self, slot: int, generation: int) -> bool:
         """Free the slot of a quiet verdict.  False if the room is open, not quiet, or cleared
@@ -517,10 +540,15 @@ class StatusTable:
         self._tagged(at + DEADLINE, generation, now_ns // MILLISECOND_NS + timeout_ms)
 
     def renew_state(self, slot: int, generation: int, now_ns: int) -> None:
-        """Renew by the timeout of the state the room is in (progress, or the peer lives)."""
+        """Renew by the timeout of the state the room is in: its bytes move, or somebody knows what
+        it waits for.  A room that only waits is not renewed beyond `queue_ms` after it was opened,
+        or a queue that never moves would hold it for good."""
         word = self.read(slot, generation)
-        if word is not None and self.timeouts_ms[word.state]:
-            self.renew(slot, generation, now_ns, self.timeouts_ms[word.state])
+        if word is None or not (timeout_ms := self.timeouts_ms[word.state]):
+            return
+        age_ms = (now_ns - self.entered_ns(slot)[KVPoll.Bootstrapping]) // MILLISECOND_NS
+        if word.state >= KVPoll.Transferring or age_ms + timeout_ms <= self.queue_ms:
+            self.renew(slot, generation, now_ns, timeout_ms)
 
     def set_moved(self, slot: int, generation: int, length_bytes: int) -> None:
         self._tagged(self._slots + slot * SLOT_BYTES + MOVED, generation, length_bytes)
@@ -580,6 +608,12 @@ class StatusTable:
         """Slots that hold a room, in one pass."""
         used = self.words[: self._load(HIGH_WATER)]
         return np.flatnonzero(used >> np.uint64(GENERATION_SHIFT) & np.uint64(1))
+
+    def end_late(self, now_ns: int) -> NDArray[np.intp]:
+        """As `live_slots`; rooms whose deadline has passed are ended first."""
+        slots = self.live_slots()
+        self.poll_many(slots, self.words[slots] >> np.uint64(GENERATION_SHIFT), now_ns)
+        return slots
 
     def slots_opened_by(self, row: int, *, but: int) -> int:
         """How many rooms an engine row holds from incarnations other than `but`."""

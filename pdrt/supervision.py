@@ -6,7 +6,6 @@ says when restarting has become pointless.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -15,8 +14,6 @@ from typing import Any, Protocol
 from pdrt.errors import BadConfig
 
 BACKOFF_S, BACKOFF_MAX_S = 0.1, 2.0
-#: What launching fails with when the machine has no place for another process just now.
-EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN})
 EXCUSED_MAX = 20  # times its limit: then a silent child is hung whatever excuse it has
 
 

@@ -20,7 +20,7 @@ from typing import Self
 from pdrt.child import PR_SET_CHILD_SUBREAPER, ChildProcess, prctl
 from pdrt.children import Child, standby_for, standby_may_come
 from pdrt.clock import SECOND_NS, Clock, monotonic_ns, to_ns
-from pdrt.errors import BadConfig, BadRequest, Escalated, PdrtError, StartFailed
+from pdrt.errors import BadConfig, BadRequest, Escalated, PdrtError, StartFailed, is_exhausted
 from pdrt.loop import Loop
 from pdrt.supervision import (
     BACKOFF_MAX_S,
@@ -35,7 +35,6 @@ from pdrt.supervision import (
     Restart,
     backoff_s,
     deaths_within,
-    is_exhausted,
     restarts_allowed,
 )
 
@@ -219,7 +218,7 @@ class Supervisor:
             return
         try:
             process = child.launch()
-        except (OSError, BadConfig) as error:
+        except (OSError, BadConfig) as error:  # to give up for want of a place would help nobody
             excused = child.been_up and is_exhausted(error)
             self._after_death(child, f"not launched: {error}", excused=excused)
             return

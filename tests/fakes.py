@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pdrt.errors import Aborted, IllegalMove, RoomInUse, TransferError
+from pdrt.engine.room import FAILURES
+from pdrt.errors import IllegalMove, RoomInUse, TableFull, TransferError
 from pdrt.memory.aux import AuxRows
 from pdrt.memory.digest import kv_digest
 from pdrt.memory.pages import Pages
@@ -77,7 +78,8 @@ class FakeRoom:
         self.pumps_until_quiet = QUIET_AFTER_PUMPS if moving else 0
 
     def failure(self) -> TransferError | None:
-        return Aborted(self.room, self.reason.name) if self.state is KVPoll.Failed else None
+        error, _ = FAILURES[self.reason]
+        return error(self.room, self.reason.name) if self.state is KVPoll.Failed else None
 
     def clear(self) -> None:
         if not self.quiet():
@@ -103,6 +105,8 @@ class FakeManager:
         self.aux = AuxRows(self.regions, self.maps)
         self.rooms: dict[int, FakeRoom] = {}
         self.given_up: set[int] = set()  # the peer is told, even if its half comes later
+        self.declined: set[int] = set()  # likewise
+        self.rooms_max = 1 << 16
         self.wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self.on_tick: Callable[[], None] = lambda: None
 
@@ -123,6 +127,10 @@ class FakeManager:
     def receiver(self, room: int, peer: str) -> FakeRoom:
         return self._open(room)
 
+    def decline(self, room: int, peer: str = "") -> None:
+        if room not in self.rooms:
+            self.declined.add(room)
+
     def digest(self, pages: NDArray[np.int32]) -> int:
         return kv_digest(self.regions, self.maps, pages)
 
@@ -135,6 +143,8 @@ class FakeManager:
     def _open(self, room: int) -> FakeRoom:
         if room in self.rooms:
             raise RoomInUse(room)
+        if len(self.rooms) >= self.rooms_max:
+            raise TableFull("no slot is free")
         self.rooms[room] = FakeRoom(self, room)
         return self.rooms[room]
 
@@ -161,6 +171,10 @@ class FakePair:
                 ours.fault(Reason.PEER_ABORTED)
             elif theirs is not None and number in self.prefill.given_up:
                 theirs.fault(Reason.PEER_ABORTED)
+            elif ours is not None and number in self.decode.declined:
+                ours.fault(Reason.PEER_REFUSED)
+            elif theirs is not None and number in self.prefill.declined:
+                theirs.fault(Reason.PEER_REFUSED)
             if theirs is not None and theirs.state is KVPoll.Failed:
                 self._land_late(theirs)
             for room in (ours, theirs):

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -335,17 +335,31 @@ def test_descriptors_that_a_client_sends_are_not_kept(tree: Tree) -> None:
 def test_clients_beyond_the_limit_are_turned_away(
     tree: Tree, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """They are told why, and served as soon as there is a place."""
     monkeypatch.setattr(attach, "CLIENTS_MAX", 2)
-    silent = [tree.connect() for _ in range(2)]
-    tree.turn_until(lambda: tree.clients_count == 2, "both")
-    with pytest.raises(AttachFailed):
+    served = [tree.ask(ENGINE) for _ in range(2)]
+    with pytest.raises(AttachFailed, match="2 connections are attached already"):
         tree.ask(ENGINE)
-    assert tree.asked == []
-    assert tree.clients_count == 2
-    silent[0].close()
+    assert len(tree.asked) == tree.clients_count == 2
+    served[0][2].close()
     tree.turn_until(lambda: tree.clients_count == 1, "the end of one")
-    _, fds, _ = tree.ask(ENGINE)
-    close_all(fds)
+    served.append(tree.ask(ENGINE))
+    for _, fds, _ in served:
+        close_all(fds)
+
+
+def test_those_that_only_hold_a_place_make_room(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attach, "CLIENTS_MAX", 3)
+    squatters = [tree.connect() for _ in range(5)]
+    for count in (2, 1, 0):
+        _, fds, _ = tree.ask(ENGINE)
+        close_all(fds)
+        assert tree.clients_count == 3
+        assert sum(client not in tree.service._rows for client in tree.service._clients) == count
+    for squatter in squatters:
+        assert squatter.recv(1) == b""
 
 
 def test_a_silent_client_keeps_nobody_waiting(tree: Tree) -> None:
@@ -356,6 +370,28 @@ def test_a_silent_client_keeps_nobody_waiting(tree: Tree) -> None:
     assert tree.clients_count == 2
     silent.close()
     tree.service.accept()  # ... likewise
+
+
+def test_descriptors_that_find_no_place_here_are_a_refusal_and_none_is_kept(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel drops those for which there is no room, and only a flag says so."""
+    received = socket.recv_fds
+
+    def cut_short(*arguments: Any) -> Any:
+        data, fds, flags, address = received(*arguments)
+        os.close(fds.pop())
+        return data, fds, flags | socket.MSG_CTRUNC, address
+
+    before = open_descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "recv_fds", cut_short)
+        with pytest.raises(AttachFailed, match="Too many open files"):
+            tree.ask(ENGINE)
+    tree.turn_until(lambda: tree.clients_count == 0, "its end")
+    assert open_descriptors() == before
+    _, fds, _ = tree.ask(ENGINE)
+    close_all(fds)
 
 
 # --- addresses ---

@@ -27,6 +27,8 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"devices": ("cuda:0",)}, "device 'cuda:0'"),
     ({"devices": ("cpu",)}, "device 'cpu'"),
     ({"devices": ("cpu:x",)}, "device 'cpu:x'"),
+    ({"on_transfer_failure": "retry", "role": "decode"}, "'retry' is not one of fail, recompute"),
+    ({"on_transfer_failure": "recompute"}, "--on-transfer-failure is decode's choice"),
     ({"page_size": 0}, "--page-size must be at least 1"),
     ({"pool_tokens": 0}, "--pool-tokens"),
     ({"aux_rows": -1}, "--aux-rows"),
@@ -111,9 +113,9 @@ def test_a_hung_actor_is_seen_before_rooms_are_fenced_by_force() -> None:
     def hang_s(**given: float) -> float:
         return Settings(role="decode", timeouts=Timeouts(**given)).timeouts.hang_s
 
-    assert hang_s() == 5.0
-    assert hang_s(quiet_s=3.0) == 2.0
+    assert hang_s() == Timeouts().hang_s
+    assert hang_s(quiet_s=3.0, hang_s=5.0) == 2.0
     assert hang_s(quiet_s=3.0, hang_s=1.0) == 1.0
-    for wrong in ({"quiet_s": 0.7}, {"hang_s": 0.4}):
+    for wrong in ({"quiet_s": 0.2}, {"hang_s": 0.1}):
         with pytest.raises(BadConfig, match=r"--quiet-timeout .* --hang-s"):
             hang_s(**wrong)

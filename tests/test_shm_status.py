@@ -73,10 +73,17 @@ NOW = ns(START_MS)
 
 @contextmanager
 def tables(
-    count: int, *, rooms_max: int = 4, role: Role = Role.PREFILL
+    count: int, *, rooms_max: int = 4, role: Role = Role.PREFILL, queue_ms: int = 1 << 40
 ) -> Iterator[list[StatusTable]]:
     """Several views of one new table, as different processes have them."""
-    fd = create(role, rooms_max=rooms_max, instance=INSTANCE, timeouts_ms=TIMEOUTS_MS, now_ns=NOW)
+    fd = create(
+        role,
+        rooms_max=rooms_max,
+        instance=INSTANCE,
+        timeouts_ms=TIMEOUTS_MS,
+        now_ns=NOW,
+        queue_ms=queue_ms,
+    )
     views = [StatusTable(fd, me) for me in (US, THEM, NOBODY)[:count]]
     os.close(fd)
     try:
@@ -686,6 +693,24 @@ def test_progress_moves_the_deadline_of_a_transfer(table: StatusTable) -> None:
     assert table.poll(*at, now_ns + ns(TIMEOUTS_MS[KVPoll.Transferring] + 1)) is KVPoll.Failed
 
 
+def test_a_queue_that_never_moves_holds_no_room_for_good() -> None:
+    """Somebody renews it for ever: until bytes move, that counts only for so long."""
+    with tables(1, queue_ms=1000) as [table]:
+        for state in (KVPoll.Bootstrapping, KVPoll.WaitingForInput):
+            handle = table.open(1, 0, now_ns=NOW)
+            at = handle.slot, handle.generation
+            bring(table, handle, state)
+            now_ms = START_MS
+            while table.poll(*at, ns(now_ms)) is state:
+                table.renew_state(*at, ns(now_ms))
+                now_ms += 10
+                assert now_ms <= START_MS + 1010
+            assert now_ms > START_MS + 1000 - TIMEOUTS_MS[state]
+            word = table.read(*at)
+            assert word is not None
+            assert (word.state, word.reason) == (KVPoll.Failed, ON_EXPIRY[state])
+
+
 def test_a_verdict_has_no_deadline(table: StatusTable) -> None:
     handle = table.open(1, 0, now_ns=NOW)
     bring(table, handle, KVPoll.Success)
@@ -816,8 +841,8 @@ def test_a_table_tells_who_made_it(table: StatusTable) -> None:
 
 
 def header(**other: int) -> bytes:
-    fields = {"magic": MAGIC, "version": 1, "role": 1, "slots": 4, "owners": 64, "counters": 128}
-    return HEADER.pack(*(fields | other).values(), 1, 1, b"", *([0] * 5))
+    fields = {"magic": MAGIC, "version": 2, "role": 1, "slots": 4, "owners": 64, "counters": 128}
+    return HEADER.pack(*(fields | other).values(), 1, 1, b"", *([0] * 5), 0)
 
 
 OF_FOUR = HEADER_BYTES + 64 * (128 + 128 * 8) + 4 * 128  # bytes of a table of four rooms
@@ -826,7 +851,7 @@ FOREIGN = {
     "short": (b"x", 100),
     "zeros": (b"", OF_FOUR),
     "another magic": (header(magic=MAGIC + 1), OF_FOUR),
-    "another version": (header(version=2), OF_FOUR),
+    "another version": (header(version=1), OF_FOUR),
     "no role": (header(role=7), OF_FOUR),
     "fewer rows": (header(owners=32), OF_FOUR),
     "fewer counters": (header(counters=64), OF_FOUR),

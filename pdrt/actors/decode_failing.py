@@ -18,9 +18,9 @@ from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
-from pdrt.protocol.messages import Abort, AbortTaken, Destination
+from pdrt.protocol.messages import Abort, AbortTaken, Declined, Destination
 from pdrt.protocol.peers import instance_digest
-from pdrt.protocol.states import KVPoll, Reason
+from pdrt.protocol.states import KVPoll, Reason, told_by_peer
 from pdrt.shm_status import (
     GENERATION_SHIFT,
     OPENER,
@@ -33,6 +33,7 @@ from pdrt.shm_status import (
 )
 
 PAUSE_MAX_NS = 1000 * MILLISECOND_NS
+FAILING_MAX = 65536  # rooms that are told again and again
 
 
 @dataclass(slots=True)
@@ -98,10 +99,29 @@ class Failing:
         )
         room.until_ns = now_ns + to_ns(self._timeouts.quiet_s)
         self._rooms[handle] = room
+        if len(self._rooms) > FAILING_MAX:
+            self._forget_one()
         if tell:
             self._send(room, now_ns)
         else:
             room.due_ns = now_ns + PAUSE_MAX_NS
+
+    def decline(self, declined: Declined, now_ns: int) -> None:
+        """Our engine refused a request before it had a slot: prefill is told, whether its half is
+        there already or still to come."""
+        if len(self._rooms) >= FAILING_MAX:  # prefill's own deadline will do
+            self._table.count(Counter.FORGOTTEN)
+            return
+        self._prefills.dial(declined.peer, now_ns)
+        handle = Handle(declined.room, -1, declined.generation)
+        room = Room(handle, declined.rank, declined.peer)
+        self.fail(room, told_by_peer(declined.reason), now_ns, tell=True)
+
+    def _forget_one(self) -> None:
+        """The oldest of which nothing can land any more: its prefill has its own deadline."""
+        quiet = (handle for handle in self._rooms if not self._is_unquiet(handle))
+        del self._rooms[next(quiet, next(iter(self._rooms)))]
+        self._table.count(Counter.FORGOTTEN)
 
     def _send(self, room: Room, now_ns: int) -> None:
         assert room.abort is not None

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from pdrt.actors.decode_failing import PAUSE_MAX_NS, Failing, Room
-from pdrt.actors.prefills import Prefill, Prefills
+from pdrt.actors.prefills import Knock, Prefill, Prefills
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.mailbox import Address, Postman
@@ -24,6 +24,7 @@ from pdrt.protocol.messages import (
     Abort,
     AbortTaken,
     AnyMessage,
+    Declined,
     Destination,
     DestinationTaken,
     Ended,
@@ -39,11 +40,7 @@ from pdrt.protocol.messages import (
 )
 from pdrt.protocol.peers import instance_digest, transport_code
 from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason, told_by_peer
-from pdrt.shm_status import (
-    STATE_MASK,
-    Handle,
-    StatusTable,
-)
+from pdrt.shm_status import STATE_MASK, Handle, StatusTable
 
 SCAN_NS = 20 * MILLISECOND_NS
 EXPECT_AFTER_NS = 40 * MILLISECOND_NS  # a room that waits longer than this is mentioned to prefill
@@ -64,6 +61,7 @@ class DecodeListener:
         mailbox: Postman,
         timeouts: Timeouts,
         wake: Callable[[int], None],
+        nobody_listens: Knock,
     ) -> None:
         """`control` is the host:port that prefill's workers send `Landed` to."""
         self._instance = instance
@@ -80,6 +78,7 @@ class DecodeListener:
             table=table,
             mailbox=mailbox,
             timeouts=timeouts,
+            nobody_listens=nobody_listens,
         )
         self._rooms: dict[int, Room] = {}  # by slot
         self._seen: dict[int, int] = {}  # slot -> generation of the last room that we took note of
@@ -105,6 +104,8 @@ class DecodeListener:
                     self._failing.taken(sender, message, now_ns)
             case Ended():
                 self._on_ended(message, now_ns)
+            case Declined():
+                self._failing.decline(message, now_ns)
             case WorkerUp():
                 self._prefills.worker_up(message, now_ns)
             case HelloReply() | Introduced() | Resync() | Heartbeat():
@@ -149,7 +150,7 @@ class DecodeListener:
         """Prefill still serves these rooms of ours: their wait is for its queue, not for a
         ghost."""
         pairs = np.frombuffer(beat.rooms[: len(beat.rooms) // 16 * 16], dtype="<u8").reshape(-1, 2)
-        for slot, generation in pairs.tolist():
+        for slot, generation in pairs[: self._table.rooms_max].tolist():
             room = self._find(slot, generation)
             if room is not None:
                 room.due_ns = now_ns + PAUSE_MAX_NS
@@ -182,13 +183,13 @@ class DecodeListener:
         handle = Handle(opened.room, opened.slot, opened.generation)
         if self._find(opened.slot, opened.generation) is not None:
             return
-        word = self._table.read(opened.slot, opened.generation)
-        if word is None or word.state not in OPEN:
+        state = self._table.state(opened.slot, opened.generation)
+        if state is None or state not in OPEN:
             return
         if (older := self._rooms.get(opened.slot)) is not None:
             self._look(older, now_ns)
         self._seen[opened.slot] = opened.generation
-        whole = word.state < KVPoll.Transferring
+        whole = state < KVPoll.Transferring
         room = self._rooms[opened.slot] = Room(handle, opened.rank, opened.peer, whole)
         room.due_ns = now_ns + EXPECT_AFTER_NS
         prefill = self._prefills.dial(opened.peer, now_ns)
@@ -200,8 +201,7 @@ class DecodeListener:
 
     def _peer_known(self, room: Room, prefill: Prefill, now_ns: int) -> None:
         handle = room.handle
-        word = self._table.read(handle.slot, handle.generation)
-        if word is None or word.state is not KVPoll.Bootstrapping:
+        if self._table.state(handle.slot, handle.generation) is not KVPoll.Bootstrapping:
             return
         code = transport_code(prefill.transport)
         self._table.set_path(
@@ -229,8 +229,7 @@ class DecodeListener:
 
     def _post_destination(self, room: Room, destination: Destination, prefill: Prefill) -> None:
         """Only while the room is open: after that, only a fence may follow."""
-        word = self._table.read(*room.handle[1:])
-        if word is None or word.state is not KVPoll.Transferring:
+        if self._table.state(*room.handle[1:]) is not KVPoll.Transferring:
             return
         room.session = room.session or prefill.session
         copy = msgspec.structs.replace(destination, session=prefill.session)
@@ -250,22 +249,25 @@ class DecodeListener:
     def _on_landed(self, sender: Address, landed: Landed, now_ns: int) -> None:
         slot, generation = landed.slot, landed.generation
         self._mailbox.post(sender, NewsTaken(slot, generation, landed.instance), lazy=True)
-        word = self._table.read(slot, generation)
+        state = self._table.state(slot, generation)
         # A tree before us may have had this address, and a room in this slot.
         ours = landed.instance == self._instance
-        if word is None or not ours or word.state is KVPoll.Success:
+        if state is None or not ours or state is KVPoll.Success:
             self._table.count(Counter.LATE)
             return
-        if word.state is KVPoll.Failed:  # too late to count, but nothing is moving any more
+        if state is KVPoll.Failed:  # too late to count, but nothing is moving any more
             self._failing.become_quiet(slot, generation)
             return
         self._table.set_moved(slot, generation, landed.length_bytes)
         self._table.set_taken(slot, generation, max(1, landed.chunks))
+        room = self._find(slot, generation)
         if self._table.move(slot, generation, Event.LANDED, now_ns=now_ns):
             self._table.count(Counter.BYTES_MOVED, landed.length_bytes)
             self._table.count(Counter.CHUNKS_MOVED, landed.chunks)
             self._wake(self._table.opener_row(slot))
-        if (room := self._find(slot, generation)) is not None:
+            if room is not None:
+                self._leave(room)
+        elif room is not None:
             self._look(room, now_ns)
 
     def _on_abort(self, sender: Address, abort: Abort, now_ns: int) -> None:
@@ -291,11 +293,8 @@ class DecodeListener:
     # --- a room ends -----------------------------------------------------------------------------
 
     def _fault(self, room: Room, reason: Reason, now_ns: int, *, tell: bool = True) -> None:
-        handle = room.handle
-        if self._table.move(
-            handle.slot, handle.generation, Event.FAULT, now_ns=now_ns, reason=reason
-        ):
-            self._wake(self._table.opener_row(handle.slot))
+        if self._table.move(*room.handle[1:], Event.FAULT, now_ns=now_ns, reason=reason):
+            self._wake(self._table.opener_row(room.handle.slot))
         self._look(room, now_ns, tell=tell)
 
     def _on_ended(self, ended: Ended, now_ns: int) -> None:
@@ -311,7 +310,7 @@ class DecodeListener:
         """A room failed that we never saw open: perhaps there was no listener then.  Its prefill is
         told all the same, if the engine names it; else it has only its own deadline."""
         old = self._seen.get(ended.slot, -1) >= ended.generation
-        if old or not ended.failed or not ended.peer:
+        if old or not ended.failed or not ended.peer or ended.slot >= self._table.rooms_max:
             return
         self._seen[ended.slot] = ended.generation
         self._prefills.dial(ended.peer, now_ns)
@@ -342,12 +341,13 @@ class DecodeListener:
         self._scan(now_ns)
         self._repeat(now_ns)
         self._failing.repeat(now_ns)
-        for prefill in self._prefills.take_lost(now_ns):
+        used = {room.peer for room in self._rooms.values()}
+        for prefill in self._prefills.take_lost(now_ns, used):
             self._fault_all(prefill, Reason.PEER_LOST, now_ns)
         if now_ns - self._beaten_ns >= to_ns(self._timeouts.beat_s):
             self._beaten_ns = now_ns
             self._beat()
-        self._prefills.tick(now_ns, {room.peer for room in self._rooms.values()})
+        self._prefills.tick(now_ns, used)
         return 20
 
     def _beat(self) -> None:
@@ -362,7 +362,8 @@ class DecodeListener:
             self._mailbox.post(prefill.link, Heartbeat(self._instance, epoch, rooms))
 
     def _scan(self, now_ns: int) -> None:
-        slots = self._table.live_slots()
+        """Hints may be lost, and engines and the janitor be gone; the table is the truth."""
+        slots = self._table.end_late(now_ns)
         words = dict(zip(slots.tolist(), self._table.words[slots].tolist(), strict=True))
         for slot, room in list(self._rooms.items()):
             word = words.get(slot, 0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from pdrt.actors.base import Throttle
+from pdrt.actors.base import Throttle, deaf_for
 from pdrt.clock import to_ns
 from pdrt.config import Timeouts
 from pdrt.mailbox import Address, Postman
@@ -33,16 +33,27 @@ from pdrt.protocol.messages import (
     Resync,
 )
 from pdrt.protocol.states import Reason
-from pdrt.shm_status import StatusTable
+from pdrt.shm_status import INCARNATION_MASK, StatusTable
 
 DECODES_MAX = 4096
+OFFERS_BYTES_MAX = 64 << 10  # of one agent; all decodes' are kept
+BURIED_MAX = 4096  # instances remembered of which another has the address now
 
 log = logging.getLogger("pdrt.listener")
+
+
+def is_older(epoch: int, than: int) -> bool:
+    """Epochs start again from 1 after the last one: of two, the older is half a circle behind."""
+    return 0 < (than - epoch) % INCARNATION_MASK <= INCARNATION_MASK // 2
 
 
 def worker_link(rank: int) -> str:
     """Name of the listener's link to the worker of a rank."""
     return f"worker{rank}"
+
+
+def _offers_bytes(agent: Agent) -> int:
+    return sum(len(metadata) for metadata in agent.offers.values())
 
 
 @dataclass(slots=True)
@@ -51,6 +62,7 @@ class Decode:
     address: Address
     heard_ns: int
     warm: dict[int, PeerWarm] = field(default_factory=dict)  # by rank
+    answered_ns: int = 0  # when its heartbeat was answered last
 
     @property
     def instance(self) -> str:
@@ -69,8 +81,10 @@ class Decode:
         agent = self.agent(destination.rank)
         if agent is None or len(destination.pages) % 4 or destination.aux_index >= agent.aux_rows:
             return Reason.BAD_DESTINATION
-        pages = np.frombuffer(destination.pages, dtype="<i4")
-        if len(pages) and not 0 <= int(pages.min()) <= int(pages.max()) < agent.pages_count:
+        if len(destination.pages) // 4 > agent.pages_count:
+            return Reason.BAD_DESTINATION
+        pages = np.frombuffer(destination.pages, dtype="<u4")  # so that -1 is a huge number
+        if len(pages) and np.maximum.reduce(pages) >= agent.pages_count:
             return Reason.BAD_DESTINATION
         return Reason.NONE
 
@@ -94,7 +108,9 @@ class Decodes:
         self._timeouts = timeouts
         self._known: dict[str, Decode] = {}
         self._replaced: list[Decode] = []  # forgotten, and not yet returned by `take_lost`
+        self._buried: dict[str, None] = {}  # instances, in the order they were replaced
         self._worker_epochs: dict[int, int] = {}
+        self._looked_ns = 0  # when silence was looked for last
         self._may_log = Throttle()
 
     def get(self, instance: str) -> Decode | None:
@@ -117,8 +133,10 @@ class Decodes:
         elif hello.digest != self._layout.digest:
             refusal, layout = Reason.LAYOUT_MISMATCH, msgspec.msgpack.encode(self._layout)
             detail = "the KV layouts differ"
+        elif hello.instance in self._buried:
+            refusal, detail = Reason.PEER_REFUSED, "another decode has its control address by now"
         elif len(self._known) >= DECODES_MAX and hello.instance not in self._known:
-            refusal, detail = Reason.PEER_REFUSED, f"{DECODES_MAX} decodes are connected already"
+            refusal, detail = Reason.PEER_REFUSED, f"{DECODES_MAX} decodes known"
         if refusal and self._may_log(now_ns):
             log.error("decode=%s refused=%s detail=%r", hello.instance, refusal.name, detail)
         epoch = self._table.me.incarnation
@@ -131,12 +149,20 @@ class Decodes:
     def introduce(self, sender: Address, introduction: Introduction, now_ns: int) -> None:
         """Phase two: where the decode's bytes may land.  Answered once our workers are warm."""
         ranks = sorted(agent.rank for agent in introduction.agents)
-        if ranks != list(range(self._layout.ranks)):
+        known = self._known.get(introduction.instance)
+        if ranks != list(range(self._layout.ranks)) or self._is_late(introduction, known):
             self._table.count(Counter.LATE)
             return
-        known = self._known.get(introduction.instance)
+        if any(_offers_bytes(agent) > OFFERS_BYTES_MAX for agent in introduction.agents):
+            detail = f"an agent offers more than {OFFERS_BYTES_MAX} bytes"
+            refused = Introduced(introduction.instance, introduction.serial, "", detail)
+            self._mailbox.post(sender, refused)
+            return
         if known is None:
             self._replace(introduction)
+            if len(self._known) >= DECODES_MAX:
+                self.resync(sender)  # our answer to its hello says why
+                return
             known = self._known[introduction.instance] = Decode(introduction, sender, now_ns)
         known.introduction, known.address, known.heard_ns = introduction, sender, now_ns
         epochs = {agent.rank: agent.epoch for agent in introduction.agents}
@@ -148,6 +174,15 @@ class Decodes:
             for rank in ranks:
                 self._tell_worker(known, rank)
 
+    def _is_late(self, introduction: Introduction, known: Decode | None) -> bool:
+        """Was it on its way so long that another one overtook it?"""
+        if known is None:
+            return introduction.instance in self._buried
+        latest = known.introduction
+        if introduction.epoch != latest.epoch:
+            return is_older(introduction.epoch, latest.epoch)
+        return introduction.serial < latest.serial
+
     def _replace(self, introduction: Introduction) -> None:
         """Another instance has the address of one that we know: that one is dead."""
         for decode in list(self._known.values()):
@@ -155,6 +190,10 @@ class Decodes:
                 log.warning("decode=%s replaced by=%s", decode.instance, introduction.instance)
                 self._forget(decode)
                 self._replaced.append(decode)
+                self._buried[decode.instance] = None
+                if len(self._buried) > BURIED_MAX:
+                    del self._buried[next(iter(self._buried))]
+                    self._table.count(Counter.FORGOTTEN)
 
     def _forget(self, decode: Decode) -> None:
         self._table.count(Counter.PEERS_LOST)
@@ -216,8 +255,11 @@ class Decodes:
         """Forget every decode that has been silent for too long; return them, and those whose
         address another has now."""
         limit_ns = to_ns(self._timeouts.peer_s)
+        deaf_ns, self._looked_ns = deaf_for(self._looked_ns, now_ns), now_ns
         lost = [(decode, Reason.PEER_RESTARTED) for decode in self._replaced]
         self._replaced = []
+        for decode in self._known.values():
+            decode.heard_ns = min(decode.heard_ns + deaf_ns, now_ns)
         for decode in [d for d in self._known.values() if now_ns - d.heard_ns > limit_ns]:
             log.warning("decode=%s lost silent_s=%.1f", decode.instance, self._timeouts.peer_s)
             self._forget(decode)

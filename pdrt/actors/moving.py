@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import struct
+from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
 
 from pdrt.actors.paths import Path
+from pdrt.protocol.layout import AUX_ROW_BYTES, RegionMap
 from pdrt.protocol.messages import Chunk, Destination
 from pdrt.shm_status import Handle
 from pdrt.transports.base import Indices
+
+_page = struct.Struct("<i").pack  # as it stands in a message's pages
+
+
+class Piece(NamedTuple):
+    """What one write moves: items of ours, and where each goes."""
+
+    local: Indices
+    remote: Indices
+    length_bytes: int
 
 
 @dataclass(slots=True)
@@ -16,12 +32,34 @@ class Room:
     chunks: list[Chunk] = field(default_factory=list)  # taken, not yet posted
     next_index: int = 0
     destination: Destination | None = None
-    remote_pages: Indices | None = None
     path: Path | None = None  # since the first write
+    pieces: deque[Piece] = field(default_factory=deque)  # of chunks taken up, still to be posted
     inflight: list[tuple[int, int]] = field(default_factory=list)  # (transport handle, bytes)
-    last_posted: bool = False
+    last_queued: bool = False  # the pieces of the last chunk are among them, or were
     moved_bytes: int = 0
-    chunks_moved: int = 0  # counted when posted; read when all have landed
+    chunks_moved: int = 0  # counted when queued; read when all have landed
     fence: int | None = None
     ending: bool = False
     broken: bool = False  # a write FAILED: what of it landed, only a fence can settle
+
+    def queue(self, chunk: Chunk, region: RegionMap, pages_max: int) -> None:
+        """Cut a chunk into pieces of at most so many pages, to be posted in this order.  The aux
+        row goes with the last one.  Path and destination are known."""
+        assert self.destination is not None
+        assert self.path is not None
+        local_pages, destination = chunk.pages, self.destination
+        remote_pages = destination.pages[4 * chunk.start :][: len(local_pages)]
+        length_bytes = len(local_pages) // 4 * region.page_bytes
+        if chunk.last:
+            local_pages += _page(region.pages_count + chunk.aux_index)
+            remote_pages += _page(self.path.agent.pages_count + destination.aux_index)
+            length_bytes += AUX_ROW_BYTES
+            self.last_queued = True
+        self.chunks_moved += 1
+        local = np.frombuffer(local_pages, dtype="<i4")
+        remote = np.frombuffer(remote_pages, dtype="<i4")
+        for first in range(0, max(len(local), 1), pages_max):
+            end = first + pages_max
+            piece_bytes = min(length_bytes, pages_max * region.page_bytes)
+            length_bytes -= piece_bytes
+            self.pieces.append(Piece(local[first:end], remote[first:end], piece_bytes))

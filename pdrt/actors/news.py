@@ -41,6 +41,7 @@ class News:
     def tell(self, link: str, landed: Landed, now_ns: int) -> None:
         if len(self._items) >= NEWS_MAX:
             del self._items[next(iter(self._items))]
+            self._table.count(Counter.FORGOTTEN)
         self._items[link, landed.slot, landed.generation] = _Item(
             landed, now_ns + self._pause_ns, now_ns + self._keep_ns, self._pause_ns
         )

@@ -9,6 +9,7 @@ room id again, and late news of its first use must not touch the second.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from pdrt.protocol.states import Reason
 from pdrt.shm_status import Handle
 
 MEMORY_MAX = 65536  # of each kind
+EARLY_BYTES_MAX = 256 << 20  # of page numbers in destinations that wait for our half
 VANISHED_NS = 100 * MILLISECOND_NS  # how long the end of a cleared room may be under way to us
 EARLY_NS = 5 * SECOND_NS  # a decode asks after its destination once a second
 
@@ -51,6 +53,7 @@ class Room:
     by_shm: bool = False  # then our worker's death ends its writes, too
     vanished_ns: int = 0  # since when its slot is cleared and its end not known
     deliver_ns: int = 0  # when the worker hears of the destination again
+    unclaimed_until_ns: int = 0  # how long a decode may ask for it that never has
     abort_due_ns: int = 0  # 0: no abort waits for its acknowledgement
     abort_until_ns: int = 0
 
@@ -60,24 +63,33 @@ class Room:
 
 
 class Past:
-    def __init__(self, session: str, give_up_ns: int) -> None:
-        """A decode's abort of a room that we do not have yet counts for `give_up_ns`."""
+    def __init__(
+        self, session: str, give_up_ns: int, *, forgot: Callable[[], object] = lambda: None
+    ) -> None:
+        """`forgot` is called for everything that is forgotten for want of a place.
+
+        The end of a room that the other side does not have yet counts for `give_up_ns`,
+        whichever side it ended on: after that, its id means another room."""
         self._session = session
         self._give_up_ns = give_up_ns
+        self._forgot = forgot
         self.over: OrderedDict[Theirs, Landed | Abort] = OrderedDict()
         self.unclaimed: OrderedDict[Key, Room] = OrderedDict()  # failed before a decode asked
         self.early: OrderedDict[Key, Destination] = OrderedDict()  # came before our half
         self._early_until_ns: dict[Key, int] = {}
+        self._early_bytes = 0  # at most so many, since `drop_unasked` counted them last
         self.asked: OrderedDict[Key, Expect] = OrderedDict()  # likewise
         self._given_up: OrderedDict[Key, tuple[int, Theirs]] = OrderedDict()  # until when, who
 
     @property
     def full(self) -> bool:
         """No place for another early destination: those are never dropped in silence."""
-        return len(self.early) >= MEMORY_MAX
+        return len(self.early) >= MEMORY_MAX or self._early_bytes >= EARLY_BYTES_MAX
 
     def keep_early(self, key: Key, destination: Destination, now_ns: int) -> None:
         """Until our half is opened, or nobody asks after it any more."""
+        if key not in self.early:
+            self._early_bytes += len(destination.pages)
         self.early[key] = destination
         self._early_until_ns[key] = now_ns + EARLY_NS
 
@@ -93,16 +105,24 @@ class Past:
             if key not in self.early or now_ns >= until_ns:
                 self.early.pop(key, None)
                 del self._early_until_ns[key]
+        self._early_bytes = sum(len(destination.pages) for destination in self.early.values())
 
-    @staticmethod
-    def remember(memory: OrderedDict[K, V], key: K, value: V) -> None:
+    def remember(self, memory: OrderedDict[K, V], key: K, value: V) -> None:
         memory[key] = value
         if len(memory) > MEMORY_MAX:
             memory.popitem(last=False)
+            self._forgot()
 
     def abort_of(self, key: Key, theirs: Theirs, reason: Reason, *, quiet: bool) -> Abort:
         instance, slot, generation = theirs
         return Abort(*key, slot, generation, instance, reason, quiet, self._session)
+
+    def taken_of(self, key: Key, theirs: Theirs) -> AbortTaken:
+        """What a decode hears of its abort."""
+        instance, slot, generation = theirs
+        over = self.over.get(theirs)
+        quiet = over.quiet if isinstance(over, Abort) else True
+        return AbortTaken(*key, slot, generation, instance, quiet, self._session)
 
     def fail(self, room: Room) -> None:
         """What a decode hears of a failed room from now on."""
@@ -137,6 +157,17 @@ class Past:
         """Who gave up the room that has just been opened here."""
         until_ns, theirs = self._given_up.pop(key, (0, NOBODY))
         return theirs if now_ns < until_ns else None
+
+    def keep_unclaimed(self, room: Room, now_ns: int) -> None:
+        """A room that failed before a decode asked for it; one will."""
+        room.unclaimed_until_ns = now_ns + self._give_up_ns
+        self.unclaimed.pop(room.key, None)
+        self.remember(self.unclaimed, room.key, room)
+
+    def take_unclaimed(self, key: Key, now_ns: int) -> Room | None:
+        """Now one does."""
+        room = self.unclaimed.pop(key, None)
+        return room if room is not None and now_ns < room.unclaimed_until_ns else None
 
     def forget_questions(self, key: Key, theirs: Theirs) -> None:
         for memory in (self.early, self.asked):

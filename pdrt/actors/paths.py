@@ -9,10 +9,11 @@ same agent is back by then, it gets its path back.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pdrt.errors import QueueFull
+from pdrt.errors import NoDescriptors, ProtocolError, QueueFull
 from pdrt.mailbox import Postman
 from pdrt.protocol.layout import AUX_ROW_BYTES, RegionMap
 from pdrt.protocol.messages import Agent, PeerUp, PeerWarm
@@ -20,6 +21,8 @@ from pdrt.transports.base import Grid, TransferState, Transport, TransportError
 from pdrt.transports.choose import choose
 
 LISTENER = "listener"
+
+log = logging.getLogger("pdrt.worker")
 
 
 def tables(region: RegionMap, pages_count: int, aux_rows: int) -> list[Grid]:
@@ -29,6 +32,11 @@ def tables(region: RegionMap, pages_count: int, aux_rows: int) -> list[Grid]:
         Grid(0, page, page, pages_count),
         Grid(pages_count * page, AUX_ROW_BYTES, AUX_ROW_BYTES, aux_rows),
     ]
+
+
+def _link(instance: str) -> str:
+    """Name of the link to a decode's listener."""
+    return f"peer:{instance}"
 
 
 @dataclass(slots=True, eq=False)
@@ -79,12 +87,17 @@ class Paths:
     def up(self, up: PeerUp) -> Path | None:
         """An agent is there.  Returns the path that it replaces: its rooms are lost."""
         name = f"{up.instance}.{up.agent.rank}#{up.agent.epoch}"
+        try:
+            self._mailbox.link(_link(up.instance), f"tcp://{up.control}", from_peer=True)
+        except (ProtocolError, NoDescriptors) as error:  # of no use: it would never hear of us
+            refusal = PeerWarm(up.instance, self._region.rank, up.agent.epoch, "", str(error))
+            self._mailbox.post(LISTENER, refusal)
+            return None
         path = old = self._paths.get(up.instance)
         if path is None or path.name != name or path.transport is None:
             path = self._paths[up.instance] = self._return(name) or self._connect(name, up)
         else:
             old = None
-        self._mailbox.link(path.link, f"tcp://{up.control}", from_peer=True)
         if old is not None:
             self._leaving.append(old)
         if path.reported:
@@ -107,7 +120,7 @@ class Paths:
         return None
 
     def _connect(self, name: str, up: PeerUp) -> Path:
-        path = Path(up.agent, up.instance, name, f"peer:{up.instance}")
+        path = Path(up.agent, up.instance, name, _link(up.instance))
         try:
             choice = choose(
                 list(self._transports),
@@ -118,6 +131,8 @@ class Paths:
             transport = self._transports[choice.name]
             path.connecting = transport.connect(name, up.agent.offers[choice.name])
             path.transport = transport
+            wished = choice.name == self._preferred
+            log.log(logging.INFO if wished else logging.WARNING, "path=%s %s", name, choice.why)
         except (TransportError, QueueFull) as error:
             path.detail = str(error)
         return path

@@ -16,9 +16,11 @@ from pdrt.clock import to_ns
 from pdrt.config import Timeouts
 from pdrt.mailbox import Postman
 from pdrt.protocol.counters import Counter
-from pdrt.protocol.messages import AbortTaken, Ended, Fenced
-from pdrt.protocol.states import KVPoll, Reason
+from pdrt.protocol.messages import AbortTaken, Declined, Ended, Fenced
+from pdrt.protocol.states import KVPoll, Reason, told_by_peer
 from pdrt.shm_status import Handle, StatusTable
+
+FAILING_MAX = 65536  # rooms that are told again and again
 
 
 class Failing:
@@ -52,15 +54,37 @@ class Failing:
             ended = Ended(handle.slot, handle.generation, failed=True, reason=reason)
             self._mailbox.post(worker_link(room.rank), ended)
         if room.theirs == NOBODY:  # no decode has asked for it yet; one will
-            self._past.remember(self._past.unclaimed, room.key, room)
+            self._past.keep_unclaimed(room, now_ns)
         else:
             self.claim(room, now_ns, tell=tell)
+
+    def end_unseen(self, ended: Ended, now_ns: int) -> None:
+        """A room was opened and failed, and we never saw it open."""
+        handle = Handle(ended.room, ended.slot, ended.generation)
+        room = Room(handle, ended.rank, fenced=ended.untouched)
+        self._fail_unseen(room, Reason(ended.reason), now_ns)
+
+    def _fail_unseen(self, room: Room, reason: Reason, now_ns: int) -> None:
+        """The decode that waits for it, or will, is told."""
+        asked, early = self._past.take_questions(room.key)
+        if (question := early or asked) is not None:
+            room.theirs = theirs_of(question)
+        self.fail(room, reason, now_ns)
+
+    def decline(self, declined: Declined, now_ns: int) -> None:
+        """An engine refused a request before it had a slot.  Of that room no destination was ever
+        given to a worker, so nothing of it can land."""
+        room = Room(Handle(declined.room, -1, declined.generation), declined.rank, fenced=True)
+        self._fail_unseen(room, told_by_peer(declined.reason), now_ns)
 
     def claim(self, room: Room, now_ns: int, *, tell: bool) -> None:
         """A failed room and its decode have met."""
         self._past.fail(room)
         room.abort_until_ns = now_ns + to_ns(self._timeouts.quiet_s)
         self._rooms[room.handle] = self._by_theirs[room.theirs] = room
+        if len(self._rooms) > FAILING_MAX:  # its decode asks, and is answered all the same
+            self._drop(next(iter(self._rooms.values())))
+            self._table.count(Counter.FORGOTTEN)
         if tell:
             self._tell(room, now_ns)
         elif room.fenced:

@@ -8,6 +8,7 @@ repeat when asked (`Resync`).  So killing it costs nothing but the time to start
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from pdrt.protocol.messages import (
     Abort,
     AbortTaken,
     AnyMessage,
+    Declined,
     Deliver,
     Destination,
     DestinationTaken,
@@ -44,6 +46,7 @@ from pdrt.shm_status import STATE_MASK, Handle, StatusTable
 
 SCAN_NS = 20 * MILLISECOND_NS
 DELIVER_NS = 1000 * MILLISECOND_NS
+BEAT_MIN_NS = 10 * MILLISECOND_NS  # heartbeats of one decode that come faster say nothing new
 SHM = transport_code("shm")
 
 
@@ -77,8 +80,9 @@ class PrefillListener:
         self._by_id: dict[tuple[int, int], Room] = {}  # (room, rank), while they have no verdict
         self._seen: dict[int, int] = {}  # slot -> generation of the last room that we took note of
         self._session = session_of(instance, table.me.incarnation)
-        self._past = Past(self._session, to_ns(timeouts.bootstrap_s))
-        self._taken = Taken()
+        forgot = partial(table.count, Counter.FORGOTTEN)
+        self._past = Past(self._session, to_ns(timeouts.bootstrap_s), forgot=forgot)
+        self._taken = Taken(forgot)
         self._vanished = Vanished()
         self._failing = Failing(table, mailbox, timeouts, self._decodes, self._past)
         self._scanned_ns = 0  # 0: never, so rooms may be open or failed that we have not seen
@@ -96,6 +100,8 @@ class PrefillListener:
                 self._adopt(handle, message.rank, now_ns)
             case Ended():
                 self._on_ended(message, now_ns)
+            case Declined() if (message.room, message.rank) not in self._by_id:
+                self._failing.decline(message, now_ns)
             case Fenced():
                 self._on_fenced(message, now_ns)
             case Heartbeat():
@@ -121,10 +127,12 @@ class PrefillListener:
                 self._table.count(Counter.LATE)
 
     def _on_heartbeat(self, sender: Address, beat: Heartbeat, now_ns: int) -> None:
-        if self._decodes.beat(sender, beat.instance, beat.epoch, now_ns) is None:
+        decode = self._decodes.beat(sender, beat.instance, beat.epoch, now_ns)
+        if decode is None or now_ns - decode.answered_ns < BEAT_MIN_NS:
             return
+        decode.answered_ns = now_ns
         waiting = np.frombuffer(beat.rooms[: len(beat.rooms) // 8 * 8], dtype="<u8")
-        for room_id in waiting.tolist():
+        for room_id in waiting[: self._table.rooms_max].tolist():
             for rank in range(self._layout.ranks):
                 room = self._by_id.get((room_id, rank))
                 if room is not None and room.destination is None:
@@ -220,8 +228,7 @@ class PrefillListener:
             room.matched = True
             self._wake(self._table.opener_row(handle.slot))
         # Known already: to a listener before us, whose Deliver may have died with it.
-        word = self._table.read(handle.slot, handle.generation)
-        if word is not None and word.state in OPEN:
+        if self._table.state(handle.slot, handle.generation) in OPEN:
             self._deliver(room, now_ns)
         else:
             self._look(room, now_ns)
@@ -241,7 +248,7 @@ class PrefillListener:
         if theirs in self._vanished:
             return True  # in a moment we shall know
         if theirs not in self._past.over:
-            room = self._past.unclaimed.pop((asked.room, asked.rank), None)
+            room = self._past.take_unclaimed((asked.room, asked.rank), now_ns)
             if room is None:
                 return False
             room.theirs = theirs
@@ -279,15 +286,12 @@ class PrefillListener:
         elif room is not None and room.theirs in (NOBODY, theirs):
             room.theirs = theirs
             self._fault(room, told_by_peer(abort.reason), now_ns, tell=False)
-        elif (failed := past.unclaimed.pop(key, None)) is not None:
+        elif (failed := past.take_unclaimed(key, now_ns)) is not None:
             failed.theirs = theirs
             self._failing.claim(failed, now_ns, tell=False)
         else:
             past.give_up(key, abort, now_ns, opened=room is not None)
-        over = past.over.get(theirs)
-        quiet = over.quiet if isinstance(over, Abort) else True
-        taken = AbortTaken(*key, *theirs[1:], theirs[0], quiet, self._session)
-        self._mailbox.post(sender, taken)
+        self._mailbox.post(sender, past.taken_of(key, theirs))
 
     # --- a room ends -----------------------------------------------------------------------------
 
@@ -323,15 +327,11 @@ class PrefillListener:
     def _on_unseen(self, ended: Ended, now_ns: int) -> None:
         """A room was opened and failed without our seeing it open: perhaps there was no listener.
         The decode that waits for it, or will, is told all the same."""
-        if self._seen.get(ended.slot, -1) >= ended.generation or not ended.failed:
-            return  # old news
+        old = self._seen.get(ended.slot, -1) >= ended.generation
+        if old or not ended.failed or ended.slot >= self._table.rooms_max:
+            return
         self._seen[ended.slot] = ended.generation
-        room = Room(Handle(ended.room, ended.slot, ended.generation), ended.rank)
-        room.fenced = ended.untouched
-        asked, early = self._past.take_questions(room.key)
-        if (question := early or asked) is not None:
-            room.theirs = theirs_of(question)
-        self._fail(room, Reason(ended.reason), now_ns)
+        self._failing.end_unseen(ended, now_ns)
 
     def _look(self, room: Room, now_ns: int, *, tell: bool = True) -> None:
         """Read the truth about a room."""
@@ -347,8 +347,7 @@ class PrefillListener:
     def _succeed(self, room: Room) -> None:
         self._leave(room)
         if room.matched:
-            moved_bytes = self._table.moved_bytes(*room.handle[1:])
-            self._past.succeed(room, moved_bytes)
+            self._past.succeed(room, self._table.moved_bytes(*room.handle[1:]))
 
     def _fail(self, room: Room, reason: Reason, now_ns: int, *, tell: bool = True) -> None:
         self._leave(room)
@@ -374,8 +373,8 @@ class PrefillListener:
         return 20
 
     def _scan(self, now_ns: int) -> None:
-        """Hints may be lost; the table is the truth."""
-        slots = self._table.live_slots()
+        """Hints may be lost, and engines and the janitor be gone; the table is the truth."""
+        slots = self._table.end_late(now_ns)
         live = set()
         for slot, row in zip(slots.tolist(), self._table.rows(slots).tolist(), strict=True):
             live.add(slot)

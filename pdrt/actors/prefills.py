@@ -9,15 +9,17 @@ deployment may be mended
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
 import msgspec
 
+from pdrt.actors.base import deaf_for
 from pdrt.clock import to_ns
 from pdrt.config import Timeouts
-from pdrt.errors import BadConfig, ProtocolError
+from pdrt.errors import BadConfig, NoDescriptors, ProtocolError
 from pdrt.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout, RegionMap, first_difference
@@ -38,11 +40,15 @@ from pdrt.shm_status import StatusTable
 
 DOUBTED_S = 2.0  # a path to our workers may be missing this long: one of them may be restarting
 SILENT_S = 1.0  # a worker of ours that says nothing for this long is not to be introduced
+HELLO_MAX_S = 1.0  # between two hellos to one that does not answer; the first comes sooner
 REFUSED_S = 2.0  # how long a refusal is remembered before the prefill is asked again
 UNUSED_S = 300.0  # a link without rooms is closed after this long
 PREFILLS_MAX = 4096
 
 log = logging.getLogger("pdrt.listener")
+
+#: Has nobody been listening at host:port for a while?  See `pdrt.knock`.
+Knock = Callable[[str, int], bool]
 
 
 class Stage(Enum):
@@ -60,6 +66,7 @@ class Prefill:
     heard_ns: int
     used_ns: int
     due_ns: int  # of the next hello or introduction
+    pause_s: float = 0.0  # before the one after that; 0: as short as it gets
     instance: str = ""
     session: str = ""  # the incarnation of its listener that answered our hello
     transport: str = ""
@@ -84,7 +91,9 @@ class Prefills:
         table: StatusTable,
         mailbox: Postman,
         timeouts: Timeouts,
+        nobody_listens: Knock,
     ) -> None:
+        self._nobody_listens = nobody_listens
         self._instance = instance
         self._boot_id = boot_id
         self._control = control
@@ -98,6 +107,9 @@ class Prefills:
         self._workers: dict[int, WorkerUp] = {}
         self._heard_ns: dict[int, int] = {}  # when each said last that it is up
         self._serial = 0
+        # A prefill that was restarted hears from all its decodes: not from all of them at once.
+        self._random = random.Random(f"{instance}#{table.me.incarnation}")
+        self._looked_ns = 0  # when silence was looked for last
 
     def get(self, peer: str) -> Prefill | None:
         return self._known.get(peer)
@@ -116,10 +128,11 @@ class Prefills:
             prefill = Prefill(peer, link, Stage.DIALLING, now_ns, now_ns, now_ns)
             if len(self._known) >= PREFILLS_MAX:
                 prefill.stage, prefill.refusal = Stage.REFUSED, Reason.PEER_REFUSED
+                prefill.detail = f"{PREFILLS_MAX} prefills known"
                 return prefill
             try:
                 self._mailbox.link(link, f"tcp://{peer}", from_peer=True)
-            except ProtocolError as error:  # a request named something that is no address
+            except (ProtocolError, NoDescriptors) as error:  # a request may name no address
                 prefill.stage, prefill.refusal = Stage.REFUSED, Reason.PEER_REFUSED
                 prefill.detail = str(error)
                 return prefill
@@ -128,14 +141,21 @@ class Prefills:
         prefill.used_ns = now_ns
         return prefill
 
+    def _wait(self, prefill: Prefill, now_ns: int, longest_s: float = HELLO_MAX_S) -> None:
+        """Until it is asked again: ever longer, up to a bound, and no two decodes equally long."""
+        pause_s = prefill.pause_s or self._timeouts.resend_s
+        prefill.due_ns = now_ns + to_ns(pause_s * self._random.uniform(0.75, 1))
+        prefill.pause_s = min(2 * pause_s, max(longest_s, self._timeouts.resend_s))
+
     def _hello(self, prefill: Prefill, now_ns: int) -> None:
-        prefill.due_ns = now_ns + to_ns(self._timeouts.resend_s)
+        self._wait(prefill, now_ns)
         epoch = self._table.me.incarnation
         hello = Hello(VERSION, OLDEST, self._instance, epoch, self._layout.digest)
         self._mailbox.post(prefill.link, hello)
 
     def on_hello_reply(self, prefill: Prefill, reply: HelloReply, now_ns: int) -> None:
         prefill.heard_ns = now_ns
+        prefill.pause_s = 0.0
         prefill.instance = reply.instance
         prefill.session = session_of(reply.instance, reply.epoch)
         if reply.refusal:
@@ -163,10 +183,10 @@ class Prefills:
         if (prefill.refusal, prefill.detail) != (reason, detail):
             log.error("prefill=%s refused=%s detail=%r", prefill.peer, reason.name, detail)
         prefill.stage, prefill.refusal, prefill.detail = Stage.REFUSED, reason, detail
-        prefill.due_ns = now_ns + to_ns(REFUSED_S)
+        prefill.due_ns = now_ns + to_ns(REFUSED_S * self._random.uniform(0.75, 1))
 
     def _introduce(self, prefill: Prefill, now_ns: int) -> None:
-        prefill.due_ns = now_ns + to_ns(self._timeouts.resend_s)
+        self._wait(prefill, now_ns, self._timeouts.peer_s / 3)  # until it is ready, its only beat
         if len(self._workers) < self._layout.ranks:
             return  # sent when the last worker is up
         agents = [
@@ -193,7 +213,7 @@ class Prefills:
             self._refuse(prefill, Reason.TRANSPORT_FAILED, introduced.detail, now_ns)
             return False
         prefill.stage, prefill.transport = Stage.READY, introduced.transport
-        prefill.doubted_ns = 0
+        prefill.doubted_ns, prefill.pause_s = 0, 0.0
         log.info("prefill=%s ready transport=%s", prefill.peer, prefill.transport)
         return True
 
@@ -207,31 +227,50 @@ class Prefills:
 
     def worker_up(self, up: WorkerUp, now_ns: int) -> None:
         """A worker of ours announced itself; a new one changes where bytes may land."""
+        if up.rank >= self._layout.ranks:
+            return
         self._heard_ns[up.rank] = now_ns
         known = self._workers.get(up.rank)
-        if up.rank >= self._layout.ranks or (known is not None and known.epoch == up.epoch):
+        if known is not None and known.epoch == up.epoch:
             return
         self._workers[up.rank] = up
         for prefill in self._known.values():
-            prefill.doubted_ns = 0
+            prefill.doubted_ns, prefill.pause_s = 0, 0.0
         self._serial += 1
         for prefill in self._known.values():
             if prefill.stage in (Stage.READY, Stage.INTRODUCING):
                 prefill.stage = Stage.INTRODUCING
                 self._introduce(prefill, now_ns)
 
-    def take_lost(self, now_ns: int) -> list[Prefill]:
-        """Prefills that fell silent; they are dialled again."""
+    def take_lost(self, now_ns: int, used: Iterable[str] = ()) -> list[Prefill]:
+        """Prefills that fell silent, and those of `used` whose tree is gone; they are dialled
+        again."""
         limit_ns = to_ns(self._timeouts.peer_s)
+        deaf_ns, self._looked_ns = deaf_for(self._looked_ns, now_ns), now_ns
         lost = []
         for prefill in self._known.values():
-            if prefill.ready and now_ns - prefill.heard_ns > limit_ns:
-                log.warning("prefill=%s lost silent_s=%.1f", prefill.peer, self._timeouts.peer_s)
+            prefill.heard_ns = min(prefill.heard_ns + deaf_ns, now_ns)
+        gone = {peer for peer in used if self._is_gone(peer, now_ns)}
+        for prefill in self._known.values():
+            silent_ns = now_ns - prefill.heard_ns
+            if prefill.peer in gone and not prefill.ready:
+                lost.append(prefill)
+            elif prefill.ready and (silent_ns > limit_ns or prefill.peer in gone):
+                log.warning("prefill=%s lost silent_s=%.1f", prefill.peer, silent_ns / 1e9)
                 self._table.count(Counter.PEERS_LOST)
                 prefill.stage = Stage.DIALLING
                 self._hello(prefill, now_ns)
                 lost.append(prefill)
         return lost
+
+    def _is_gone(self, peer: str, now_ns: int) -> bool:
+        """It says nothing, and nobody listens at its port: waiting for it would be in vain."""
+        prefill = self._known.get(peer)
+        if prefill is None:
+            return False
+        patience_s = 2 * self._timeouts.beat_s if prefill.ready else self._timeouts.resend_s
+        silent_ns = now_ns - prefill.heard_ns
+        return silent_ns >= to_ns(patience_s) and self._nobody_listens(peer, now_ns)
 
     def tick(self, now_ns: int, used: Iterable[str]) -> None:
         for peer in used:

@@ -20,6 +20,7 @@ which ended on a broken path, only decode's own fence can say that it is quiet.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from pdrt.protocol.messages import Destination
 from pdrt.shm_status import Handle
@@ -28,7 +29,9 @@ SLOTS_MAX = 1 << 18  # remembered; the slot that was used longest ago is forgott
 
 
 class Taken:
-    def __init__(self) -> None:
+    def __init__(self, forgot: Callable[[], object] = lambda: None) -> None:
+        """`forgot` is called for each slot that is forgotten for want of a place."""
+        self._forgot = forgot
         self._newest: OrderedDict[tuple[str, int], tuple[int, Handle]] = OrderedDict()
 
     def take(self, destination: Destination, ours: Handle) -> bool:
@@ -43,4 +46,5 @@ class Taken:
         self._newest.move_to_end(key)
         if len(self._newest) > SLOTS_MAX:
             self._newest.popitem(last=False)
+            self._forgot()
         return True

@@ -18,7 +18,6 @@ import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
-import numpy as np
 from msgspec.structs import replace
 
 from pdrt.actors.base import Throttle
@@ -31,12 +30,11 @@ from pdrt.config import Timeouts
 from pdrt.errors import QueueFull
 from pdrt.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
-from pdrt.protocol.layout import AUX_ROW_BYTES, RegionMap
+from pdrt.protocol.layout import RegionMap
 from pdrt.protocol.messages import (
     AnyMessage,
     Chunk,
     Deliver,
-    Destination,
     Ended,
     Fenced,
     Landed,
@@ -123,8 +121,7 @@ class TransferWorker:
         known = self._rooms.get(slot)
         if known is not None and known.handle.generation == generation:
             return known
-        word = self._table.read(slot, generation)
-        if word is None or word.state not in OPEN:
+        if self._table.state(slot, generation) not in OPEN:
             self._table.count(Counter.LATE)
             return None
         # A live newer generation in the slot proves the older room quiet and cleared.
@@ -157,7 +154,6 @@ class TransferWorker:
                 self._fault(room, Reason.PEER_LOST, now_ns)
             return
         room.destination = destination
-        room.remote_pages = np.frombuffer(destination.pages, dtype="<i4")
         self._post(room, now_ns)
 
     # --- peers -----------------------------------------------------------------------------------
@@ -198,44 +194,37 @@ class TransferWorker:
             ):
                 self._check(room, now_ns)
                 return
-            try:
-                self._write(room, path, path.transport, chunk, destination)
-            except (TransportError, QueueFull) as error:
-                if self._may_log(now_ns):
-                    log.warning("room=%d write refused: %s", handle.room, error)
-                self._fault(room, Reason.TRANSPORT_FAILED, now_ns)
-                return
+            room.queue(chunk, self._region, self._write_pages_max)
         self._active[handle.slot] = room
         self._advance(room, now_ns)
 
-    def _write(
-        self, room: Room, path: Path, transport: Transport, chunk: Chunk, destination: Destination
-    ) -> None:
-        assert room.remote_pages is not None
-        local = np.frombuffer(chunk.pages, dtype="<i4")
-        remote = room.remote_pages[chunk.start : chunk.start + len(local)]
-        length_bytes = len(local) * self._region.page_bytes
-        if chunk.last:
-            local = np.append(local, np.int32(self._region.pages_count + chunk.aux_index))
-            remote = np.append(remote, np.int32(path.agent.pages_count + destination.aux_index))
-            length_bytes += AUX_ROW_BYTES
-            room.last_posted = True
-        room.chunks_moved += 1
-        ours, pages_max = self._local[transport.name], self._write_pages_max
-        for first in range(0, max(len(local), 1), pages_max):
-            if first:
-                self._table.beat(self._clock())  # the piece before may have been copied just now
-            some, there = local[first : first + pages_max], remote[first : first + pages_max]
-            piece_bytes = min(length_bytes, pages_max * self._region.page_bytes)
-            length_bytes -= piece_bytes
-            posted = transport.write(path.name, ours, some, path.remote, there)
-            room.inflight.append((posted, piece_bytes))
+    def _write(self, room: Room, path: Path, transport: Transport, now_ns: int) -> None:
+        """Post the next piece.  One in a turn, so that others need not wait for all of them."""
+        piece = room.pieces.popleft()
+        room.broken = True  # unless it returns: what nobody foresaw may have moved bytes
+        try:
+            local = self._local[transport.name]
+            posted = transport.write(path.name, local, piece.local, path.remote, piece.remote)
+        except (TransportError, QueueFull) as error:  # nothing was posted
+            room.broken = False
+            if self._may_log(now_ns):
+                log.warning("room=%d write refused: %s", room.handle.room, error)
+            self._fault(room, Reason.TRANSPORT_FAILED, now_ns)
+            return
+        room.broken = False
+        room.inflight.append((posted, piece.length_bytes))
 
     def _advance(self, room: Room, now_ns: int) -> bool:
-        """See what has landed; give the verdict when all has.  True if something moved."""
+        """Post what comes next, see what has landed; give the verdict when all has.  True if
+        something moved."""
         assert room.path is not None
         assert room.path.transport is not None
         transport, handle = room.path.transport, room.handle
+        moved = bool(room.pieces) and not room.broken
+        if moved:
+            self._write(room, room.path, transport, now_ns)
+            if room.ending:
+                return True
         pending: list[tuple[int, int]] = []
         for posted, length_bytes in room.inflight:
             state = transport.poll(posted)
@@ -247,19 +236,19 @@ class TransferWorker:
                 room.moved_bytes += length_bytes
             else:
                 room.broken = True
-        moved = len(pending) != len(room.inflight)
+        landed = len(pending) != len(room.inflight)
         room.inflight = pending
         if room.broken:
             self._fault(room, Reason.TRANSPORT_FAILED, now_ns)
-        elif moved:
+        elif landed:
             self._table.set_moved(handle.slot, handle.generation, room.moved_bytes)
-            if pending or not room.last_posted:
+            if pending or room.pieces or not room.last_queued:
                 self._table.renew_state(handle.slot, handle.generation, now_ns)
-        if not pending and not room.ending:
+        if not pending and not room.pieces and not room.ending:
             self._active.pop(handle.slot, None)
-            if room.last_posted:
+            if room.last_queued:
                 self._conclude(room, now_ns)
-        return moved
+        return moved or landed
 
     def _conclude(self, room: Room, now_ns: int) -> None:
         handle, destination, path = room.handle, room.destination, room.path
@@ -307,6 +296,7 @@ class TransferWorker:
             return
         room.ending = True
         room.chunks.clear()
+        room.pieces.clear()
         if word is None or word.quiet or word.state is KVPoll.Success:
             self._drop(room)
         elif not room.inflight and not room.broken:

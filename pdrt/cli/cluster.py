@@ -79,13 +79,15 @@ class Cluster:
         prefill: Sequence[str] = (),
         decode: Sequence[str] = (),
         router: str | None = "sglang-router",
+        router_flags: Sequence[str] = (),
         environment: dict[str, str] | None = None,
     ) -> None:
-        """`both`, `prefill`, `decode`: flags of the two roles.  `router`: one of ROUTERS or None.
-        Output goes to `folder`."""
+        """`both`, `prefill`, `decode`: flags of the two roles.  `router`: one of ROUTERS or None;
+        `router_flags`: besides those it needs.  Output goes to `folder`."""
         self._folder = folder
         self._flags = {"prefill": [*both, *prefill], "decode": [*both, *decode]}
         self._router_name = router
+        self._router_flags = router_flags
         self._environment = environment_with(environment or {})
         self.members: dict[str, Member] = {}
 
@@ -170,6 +172,7 @@ class Cluster:
         command += ["--host", "127.0.0.1", "--port", str(port)]
         command += ["--worker-startup-check-interval", "1"]
         command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
+        command += self._router_flags
         router = self.members["router"] = self._spawn("router", command)
         router.facts = {"http": f"http://127.0.0.1:{port}"}
         # Its own health does not say that both workers are registered; an answer does.

@@ -176,6 +176,8 @@ def settings_from(role: str, flags: Flags) -> Settings:
     """Raises BadConfig."""
     from pdrt.config import Settings, Timeouts, sglang_timeouts
 
+    if flags.ib_device and flags.transport != "nixl":
+        raise BadConfig(f"--ib-device {flags.ib_device}: --transport {flags.transport} has none")
     values = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in NOT_SETTINGS}
     values["port"] = PORTS[role] if flags.port is None else flags.port
     values["devices"] = tuple(part for part in flags.devices.split(",") if part)

@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,19 +26,27 @@ from pdrt.clock import MILLISECOND_NS, Clock, monotonic_ns, to_ns
 from pdrt.engine.receiver import KVReceiver
 from pdrt.engine.room import LISTENER, Desk, KVRoom
 from pdrt.engine.sender import KVSender
-from pdrt.errors import BadRequest, RoomInUse
+from pdrt.errors import AttachFailed, BadRequest, NoDescriptors, RoomInUse
 from pdrt.mailbox import Mailbox
 from pdrt.memory.aux import AuxRows
 from pdrt.memory.digest import kv_digest
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout, RegionMap
-from pdrt.protocol.messages import Opened
-from pdrt.protocol.states import Role
+from pdrt.protocol.messages import Declined, Opened
+from pdrt.protocol.states import Reason, Role
 from pdrt.shm_status import INCARNATION_MASK, Handle, Owner, StatusTable
 
 ROOM_MAX = (1 << 63) - 1
+PEER_CHARS_MAX = 300  # a host name has 253 at most
 UPKEEP_NS = 20 * MILLISECOND_NS
 RENEW_NS = 1000 * MILLISECOND_NS
+
+
+def is_place(peer: str) -> bool:
+    """Is it host:port, and short enough for a message?"""
+    host, _, port = peer.rpartition(":")
+    short = len(peer) <= PEER_CHARS_MAX
+    return bool(host) and short and port.isdecimal() and 0 < int(port) < 65536
 
 
 class KVManager:
@@ -61,25 +70,31 @@ class KVManager:
         ]
         for fd in (table_fd, *region_fds):
             os.close(fd)
+        del fds[:-1]
         self._regions = [memoryview(region) for region in self._maps_mmap]
         self.aux = AuxRows(self._regions, self.maps)
         identity = f"{reply.instance}-e{reply.row}.{reply.incarnation}".encode()
         self._mailbox = Mailbox(identity, self.table.count)
-        self._mailbox.link(LISTENER, reply.listener)
-        for rank, endpoint in enumerate(reply.workers):
-            self._mailbox.link(f"worker{rank}", endpoint)
+        try:
+            self._mailbox.link(LISTENER, reply.listener)
+            for rank, endpoint in enumerate(reply.workers):
+                self._mailbox.link(f"worker{rank}", endpoint)
+        except NoDescriptors:
+            self._mailbox.close()
+            raise
         self._listener_row = reply.listener_row
         self._worker_rows = reply.worker_rows
         self._rooms: dict[int, KVRoom] = {}
         self._seen_listener = self.table.incarnation(self._listener_row)
         self._seen_workers = [self.table.incarnation(row) for row in self._worker_rows]
         self._upkeep_ns = self._renewed_ns = 0
+        self._together = False
         self._desk = Desk(
             self.table,
             self._mailbox,
             clock,
             self.instance,
-            self._mailbox.flush,
+            self._flush,
             self._forget,
             self._worker,
             to_ns(reply.resend_s),
@@ -90,7 +105,13 @@ class KVManager:
         """Attach to the runtime at a Unix socket ("@..." is abstract).  Raises AttachFailed."""
         request = AttachRequest(kind="engine", name=name)
         reply, fds, connection = attaching.request(address, request)
-        return cls(reply, fds, connection, clock)
+        try:
+            return cls(reply, fds, connection, clock)
+        except (OSError, ValueError, NoDescriptors) as error:  # no room to map what we were given
+            connection.close()
+            for fd in fds:  # that are not mapped and closed already
+                os.close(fd)
+            raise AttachFailed(f"{address}: {error}") from error
 
     @property
     def role(self) -> Role:
@@ -126,12 +147,23 @@ class KVManager:
     def receiver(self, room: int, peer: str) -> KVReceiver:
         """Decode's half of a room; `peer` is prefill's "host:bootstrap_port".  Raises RoomInUse,
         TableFull, BadRequest."""
-        host, _, port = peer.rpartition(":")
-        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise BadRequest(f"bootstrap address {peer!r} is not host:port")
+        if not is_place(peer):
+            raise BadRequest(f"bootstrap address {peer[:PEER_CHARS_MAX]!r} is not host:port")
         handles = self._open(room)
         self._rooms[room] = receiver = KVReceiver(room, handles, self._desk, peer)
         return receiver
+
+    def decline(self, room: int, peer: str = "") -> None:
+        """Say that nobody here will open this room, so that the peer's half need not wait for it;
+        `peer` as for `receiver`.  Nothing happens while the room is open here."""
+        unknown = self.role is Role.DECODE and not is_place(peer)
+        if room in self._rooms or unknown or not 0 <= room <= ROOM_MAX:
+            return
+        for rank in range(self.layout.ranks):
+            generation = secrets.randbits(32)  # stands for the handle that there is not
+            declined = Declined(room, rank, generation, Reason.PEER_REFUSED, peer)
+            self._mailbox.post(LISTENER, declined)
+        self._flush()
 
     def _open(self, room: int) -> list[Handle]:
         if not 0 <= room <= ROOM_MAX:
@@ -157,6 +189,21 @@ class KVManager:
     def _worker(self, rank: int) -> Owner:
         row = self._worker_rows[rank]
         return Owner(row, self.table.incarnation(row))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What the rooms touched in this block have to say leaves at its end, in one frame an
+        addressee: for a loop that serves many rooms in one go."""
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
+            self._mailbox.flush()
+
+    def _flush(self) -> None:
+        if not self._together:
+            self._mailbox.flush()
 
     def tick(self) -> None:
         """Once a loop iteration.  Cheap: does its work every 20 ms."""

@@ -41,7 +41,8 @@ class KVReceiver(KVRoom):
         return state
 
     def send_metadata(self, pages: NDArray[np.int32], aux_index: int) -> None:
-        """Say where the KV must land.  From here on bytes may land there, until the room is quiet.
+        """Say where the KV must land: in as many pages as prefill will send, or the room fails
+        (BAD_DESTINATION).  From here on bytes may land there, until the room is quiet.
         While a worker of ours is being replaced, `tick` says it once its successor is there.
         Raises IllegalMove unless the room is WaitingForInput.  After a failure nothing is sent."""
         state = self.poll()

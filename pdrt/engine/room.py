@@ -50,7 +50,10 @@ FAILURES: dict[Reason, tuple[type[TransferError], str]] = {
     Reason.WORKER_DIED: (ProcessLost, "the transfer worker that moved the room died"),
     Reason.ENGINE_DIED: (ProcessLost, "the engine that opened the room died"),
     Reason.TRANSPORT_FAILED: (TransportFailed, "the transport lost a write or has no path"),
-    Reason.BAD_DESTINATION: (BadDestination, "pages or aux row lie outside the pool"),
+    Reason.BAD_DESTINATION: (
+        BadDestination,
+        "pages or aux row lie outside the pool, or are not as many as were sent",
+    ),
     Reason.LAYOUT_MISMATCH: (RoomLayoutMismatch, "the two KV layouts differ (ours/theirs)"),
     Reason.CORRUPT_AUX: (CorruptAux, "the aux row belongs to another room"),
     Reason.RANK_FAILED: (RankFailed, "another rank of the room failed"),
@@ -123,8 +126,8 @@ class KVRoom:
         """May the pages and the aux row be reused?  Only after a verdict."""
         if self._cleared:
             return True
-        words = [self._table.read(h.slot, h.generation) for h in self._handles]
-        return all(word is not None and word.quiet for word in words)
+        table = self._table
+        return all(table.is_quiet(slot, generation) for _, slot, generation in self._handles)
 
     def abort(self, reason: Reason = Reason.ABORTED) -> None:
         """Give the room up; the peer is told.  Nothing happens after a verdict."""

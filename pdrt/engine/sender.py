@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from pdrt.engine.room import Desk, KVRoom
@@ -67,17 +68,9 @@ class KVSender(KVRoom):
         for r, handle in enumerate(self._handles):
             if rank not in (None, r):
                 continue
+            _, slot, generation = handle
             for chunk in self._sent[first:]:
-                mine = Chunk(
-                    chunk.room,
-                    handle.slot,
-                    handle.generation,
-                    chunk.index,
-                    chunk.start,
-                    chunk.pages,
-                    chunk.last,
-                    chunk.aux_index,
-                )
+                mine = chunk if r == 0 else replace(chunk, slot=slot, generation=generation)
                 self._desk.mailbox.post(f"worker{r}", mine)
 
     def resend(self, now_ns: int, *, rank: int | None) -> bool:

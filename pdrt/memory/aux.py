@@ -43,10 +43,11 @@ class AuxRows:
         self._regions = list(zip(regions, (m.aux_offset for m in maps), strict=True))
         self.rows_count = min(m.aux_rows for m in maps)
         self._free = list(range(self.rows_count - 1, -1, -1))
+        self._used: set[int] = set()
 
     @property
     def used_count(self) -> int:
-        return self.rows_count - len(self._free)
+        return len(self._used)
 
     def reserve(self) -> int:
         """A row nobody uses, wiped so that an old room id cannot pass for a new one: with ones, for
@@ -54,6 +55,7 @@ class AuxRows:
         if not self._free:
             raise AuxFull(f"all {self.rows_count} aux rows are in use; raise --aux-rows")
         index = self._free.pop()
+        self._used.add(index)
         for region, offset in self._regions:
             start = offset + index * AUX_ROW_BYTES
             region[start : start + AUX_ROW_BYTES] = WIPED
@@ -61,7 +63,8 @@ class AuxRows:
 
     def release(self, index: int) -> None:
         """Give a row back.  The room must be quiet."""
-        assert index not in self._free, index
+        assert index in self._used, index
+        self._used.remove(index)
         self._free.append(index)
 
     def write(self, index: int, row: AuxRow) -> None:

@@ -26,6 +26,8 @@ HEAD_BYTES = 5  # magic and checksum
 FRAME_BYTES_MAX = 4 << 20
 MESSAGES_MAX = 4096  # in one frame
 
+_FOR_PEERS = frozenset(PEER_MESSAGES)
+
 
 class Malformed(IntEnum):
     """Kinds of frames that are counted and dropped."""
@@ -72,7 +74,7 @@ def decode(frame: bytes | memoryview, *, from_peer: bool = False) -> list[AnyMes
         raise ProtocolError(Malformed.EMPTY.name)
     if len(frame) > FRAME_BYTES_MAX:
         raise ProtocolError(Malformed.OVERSIZED.name, f"{len(frame)} bytes")
-    if frame[:1] != MAGIC:
+    if frame[0] != MAGIC[0]:
         raise ProtocolError(Malformed.FOREIGN.name)
     payload = frame[HEAD_BYTES:]
     if len(frame) < HEAD_BYTES or bytes(frame[1:HEAD_BYTES]) != _checksum(payload):
@@ -85,6 +87,6 @@ def decode(frame: bytes | memoryview, *, from_peer: bool = False) -> list[AnyMes
         raise ProtocolError(Malformed.UNREADABLE.name, str(error)) from None
     if from_peer:
         for message in messages:
-            if not isinstance(message, PEER_MESSAGES):
+            if type(message) not in _FOR_PEERS:
                 raise ProtocolError(Malformed.NOT_FOR_PEERS.name, type(message).__name__)
     return messages

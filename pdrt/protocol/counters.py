@@ -28,7 +28,11 @@ class Counter(IntEnum):
     DEADLINES = 16  # rooms ended by their deadline, by this observer
     SWEPT = 17  # rooms ended because a process died
     QUIET_FORCED = 18  # workers restarted on purpose at the quiet bound
-    CALLBACK_ERRORS = 19
+    CALLBACK_ERRORS = 19  # of the supervisor's loop
+    FORGOTTEN = 20  # by a memory that was full
+    STRANGERS = 21  # connections to a control port that ended without a handshake
+    CONNECTIONS_REFUSED = 22  # connections to a control port beyond its bound
+    SHORTAGES = 23  # seconds in which a listener could open no descriptor
     MALFORMED = 24  # + Malformed kind, eight of them
     VERDICT_SUCCESS = 32
     VERDICT_FAILED = 33  # + Reason, up to 31 of them

@@ -15,6 +15,7 @@ fences.
 from __future__ import annotations
 
 import hashlib
+from functools import cached_property
 
 import msgspec
 
@@ -72,7 +73,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=16).digest()
 
 
-class RegionMap(msgspec.Struct, frozen=True, kw_only=True):
+class RegionMap(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Where things lie in the region of one rank.  All offsets in bytes from its start."""
 
     layout: Layout
@@ -80,7 +81,7 @@ class RegionMap(msgspec.Struct, frozen=True, kw_only=True):
     pages_count: int
     aux_rows: int
 
-    @property
+    @cached_property
     def page_bytes(self) -> int:
         return self.layout.page_bytes(self.rank)
 

@@ -227,6 +227,18 @@ class Ended(Message, frozen=True, array_like=True, tag=31):
     peer: Text = ""  # from decode's engine: host:port of prefill's bootstrap port
 
 
+class Declined(Message, frozen=True, array_like=True, tag=39):
+    """Engine -> listener: this engine will not open its half of that room, so the peer's need not
+    wait for it.  `generation` tells this rank of this room from all others that were declined; it
+    is no slot's.  Lost: the peer's half runs out its own time."""
+
+    room: U63
+    rank: U8
+    generation: U32
+    reason: U8
+    peer: Text = ""  # decode: host:port of prefill's bootstrap port
+
+
 class Fenced(Message, frozen=True, array_like=True, tag=37):
     """Worker -> listener: this Failed room is fenced; the peer may be told that it is quiet.  Lost:
     the peer falls back on its own fence at the quiet bound."""
@@ -311,6 +323,7 @@ AnyMessage = (
     | NewsTaken
     | Opened
     | Ended
+    | Declined
     | Deliver
     | Fenced
     | Chunk

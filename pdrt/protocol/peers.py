@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 
 TRANSPORT_CODES = ("", "nixl", "shm", "fake")  # position is the code in the slot; only ever append
 
 
+@lru_cache(maxsize=4096)
 def instance_digest(instance: str) -> int:
     """A 32-bit digest of an instance id; never 0, which means no peer.  Two peers with one digest
     only make each other's memory quiet later."""

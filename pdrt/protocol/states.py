@@ -105,13 +105,47 @@ MOVES: dict[Role, dict[tuple[KVPoll, Event], Move]] = {
 TERMINAL = frozenset({KVPoll.Failed, KVPoll.Success})
 OPEN = frozenset(KVPoll) - TERMINAL
 
-#: What a passed deadline means in each open state.  A state without an entry has no deadline,
-#: which law 2 forbids.
+#: The deadline of each open state, by its name in `config.Timeouts`, and what it means that it has
+#: passed.  A state without an entry has no deadline, which law 2 forbids: nothing imports then.
+TIMEOUT_OF: dict[KVPoll, str] = {
+    KVPoll.Bootstrapping: "bootstrap_s",
+    KVPoll.WaitingForInput: "waiting_s",
+    KVPoll.Transferring: "stall_s",
+}
 ON_EXPIRY: dict[KVPoll, Reason] = {
     KVPoll.Bootstrapping: Reason.BOOTSTRAP_TIMEOUT,
     KVPoll.WaitingForInput: Reason.WAITING_TIMEOUT,
     KVPoll.Transferring: Reason.TRANSFER_STALLED,
 }
+
+assert TIMEOUT_OF.keys() == ON_EXPIRY.keys() == OPEN, "an open state without a deadline"
+
+#: What moves a deadline.  A room that only waits is renewed for `queue_s` in all.
+RENEWED_BY: dict[Role, dict[KVPoll, str]] = {
+    Role.PREFILL: {
+        KVPoll.Bootstrapping: "beats of a decode that waits too, to queue_s",
+        KVPoll.WaitingForInput: "its engine, while it queues it, to queue_s",
+        KVPoll.Transferring: "each chunk that is posted or has landed",
+    },
+    Role.DECODE: {
+        KVPoll.Bootstrapping: "nothing",
+        KVPoll.WaitingForInput: "its engine, while it queues it, to queue_s",
+        KVPoll.Transferring: "beats of a prefill whose half is open",
+    },
+}
+
+#: Who ends a room whose deadline has passed.  Each does so alone, whoever else is dead or frozen.
+ENFORCERS: dict[Role, tuple[str, ...]] = {
+    Role.PREFILL: ("engine", "listener", "janitor"),
+    Role.DECODE: ("engine", "listener", "janitor"),
+}
+
+#: A Failed room that is not quiet: who makes it so, and who has it done by force after `quiet_s`.
+FENCER: dict[Role, str] = {
+    Role.PREFILL: "WORKER, by a fence",
+    Role.DECODE: "peer's WORKER, by a fence",
+}
+FORCED_BY = "janitor"
 
 
 def step(role: Role, state: KVPoll, event: Event) -> KVPoll | None:
@@ -133,9 +167,12 @@ def quiet_at(state: KVPoll, after: KVPoll) -> bool:
 
 
 def told_by_peer(number: int) -> Reason:
-    """What a peer's reason means on this side: its engine's choice is an abort by the peer, its
-    faults keep their name, and a number of a later version is an abort too."""
-    own = (Reason.NONE, Reason.ABORTED, Reason.CLIENT_GONE, Reason.SHUTDOWN)
+    """What a peer's reason means on this side: what its client or operator chose is an abort by the
+    peer, that it is leaving a refusal; its faults keep their name, and a number of a later version
+    is an abort too."""
+    if number == Reason.SHUTDOWN:
+        return Reason.PEER_REFUSED
+    own = (Reason.NONE, Reason.ABORTED, Reason.CLIENT_GONE)
     known = number in Reason._value2member_map_
     return Reason(number) if known and number not in own else Reason.PEER_ABORTED
 

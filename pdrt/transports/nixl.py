@@ -148,7 +148,7 @@ class NixlTransport:
         Blocks up to some tens of milliseconds, never on the peer; the handle is a first fence,
         which makes UCX open its connections."""
         opened = self._open()
-        self._transfers.check_room(len(self._abandoned))
+        self._transfers.check_room(len(self._abandoned) + len(opened.kept))
         theirs = decode(metadata, NixlMetadata)
         if theirs.version != opened.version:
             raise TransportError(
@@ -211,7 +211,7 @@ class NixlTransport:
         A write that NIXL refuses while it posts becomes a FAILED handle, not an error: some of its
         bytes may be on their way, so it needs a fence like any other."""
         opened = self._open()
-        self._transfers.check_room(len(self._abandoned))
+        self._transfers.check_room(len(self._abandoned) + len(opened.kept))
         self._peer(peer)
         source, source_side = opened.tables.get(local, None)
         target, target_side = opened.tables.get(remote, peer)
@@ -229,7 +229,7 @@ class NixlTransport:
     def fence(self, peer: str) -> int:
         """See Transport."""
         opened = self._open()
-        self._transfers.check_room(len(self._abandoned))
+        self._transfers.check_room(len(self._abandoned) + len(opened.kept))
         known = self._peer(peer)
         first = np.zeros(1, np.int32)
         try:

@@ -26,7 +26,7 @@ from pdrt.transports.base import TransferState, TransportError
 from pdrt.transports.handles import HANDLES_MAX, Handles, Tables
 from pdrt.transports.mapped import Mapped
 from pdrt.transports.metadata import ShmMetadata, check_scratch, decode, encode
-from pdrt.transports.tables import Table, check_write
+from pdrt.transports.tables import FEW, Run, Table, check_write, few_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +43,6 @@ INLINE_BYTES_MAX = 256 << 10  # about what one call of `write` may cost without 
 RUNS_MAX = 4096  # in one call: many tiny runs cost more than their bytes
 
 log = logging.getLogger("pdrt.transports")
-
-Run = tuple[int, int, int]  # local offset, remote offset, length, in bytes
 
 
 class Fetch(Protocol):
@@ -191,15 +189,14 @@ class ShmTransport:
         self._jobs.check_room()
         source, _ = self._tables.get(local, None)
         target, _ = self._tables.get(remote, peer)
-        check_write(source, local_items, target, remote_items)
-        job = _Job(peer, iter(()))
+        if len(local_items) <= FEW:
+            runs = iter(few_runs(source, local_items, target, remote_items))
+        else:
+            check_write(source, local_items, target, remote_items)
+            runs = _runs(source, local_items, target, remote_items)
+        job = _Job(peer, runs)
         if known.gone():
             job.state = TransferState.FAILED
-        elif len(local_items) == 1:
-            # Most small writes are one item; spare them the arithmetic of runs.
-            job.runs = iter([_only_run(source, local_items, target, remote_items)])
-        elif len(local_items):
-            job.runs = _runs(source, local_items, target, remote_items)
         return self._start(known, job, (source.item_bytes or INLINE_BYTES_MAX) * len(local_items))
 
     def fence(self, peer: str) -> int:
@@ -291,12 +288,6 @@ class ShmTransport:
             job.rest = (local + part, remote + part, length - part) if part < length else None
             budget_bytes, runs = budget_bytes - part, runs - 1
         return budget_bytes, runs
-
-
-def _only_run(source: Table, local_items: Indices, target: Table, remote_items: Indices) -> Run:
-    """The run of a write of one item."""
-    size = source.item_bytes or int(source.sizes(local_items)[0])
-    return int(source.offsets(local_items)[0]), int(target.offsets(remote_items)[0]), size
 
 
 def _runs(

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from pdrt.transports.base import Grid, Indices
 
 Offsets = NDArray[np.int64]
+Run = tuple[int, int, int]  # local offset, remote offset, length, in bytes
+
+DIFFER = "a local item and its remote one differ in bytes"
+FEW = 16  # up to so many items, plain numbers are faster than arrays
 
 
 class Table:
@@ -38,11 +42,28 @@ class Table:
 
     def check(self, items: Indices) -> None:
         """Raise TransportError unless `items` is a one-dimensional int32 array of our numbers."""
-        if items.dtype != np.int32 or items.ndim != 1:
-            raise TransportError(f"items must be [n] int32, got {items.shape} {items.dtype}")
+        self.check_kind(items)
         # Seen as unsigned, a negative number is a huge one: one pass finds both errors.
         if len(items) and items.view(np.uint32).max() >= self.count:
-            raise TransportError(f"an item is out of bounds: the table has {self.count}")
+            raise TransportError(self._outside())
+
+    @staticmethod
+    def check_kind(items: Indices) -> None:
+        """Raise TransportError unless `items` is a one-dimensional int32 array."""
+        if items.dtype != np.int32 or items.ndim != 1:
+            raise TransportError(f"items must be [n] int32, got {items.shape} {items.dtype}")
+
+    def span(self, item: int) -> tuple[int, int]:
+        """Byte offset and bytes of one item.  Raise TransportError if it is none of ours."""
+        if item >= 0:
+            for grid in self.grids:
+                if item < grid.count:
+                    return grid.offset + item * grid.stride_bytes, grid.item_bytes
+                item -= grid.count
+        raise TransportError(self._outside())
+
+    def _outside(self) -> str:
+        return f"an item is out of bounds: the table has {self.count}"
 
     def offsets(self, items: Indices) -> Offsets:
         """Byte offset of each item from the start of the region."""
@@ -61,6 +82,9 @@ class Table:
 
 def check_write(local: Table, local_items: Indices, remote: Table, remote_items: Indices) -> None:
     """Raise TransportError unless each local item may be written to its remote one."""
+    if len(local_items) <= FEW:
+        few_runs(local, local_items, remote, remote_items)
+        return
     local.check(local_items)
     remote.check(remote_items)
     if len(local_items) != len(remote_items):
@@ -68,7 +92,23 @@ def check_write(local: Table, local_items: Indices, remote: Table, remote_items:
     if local.item_bytes is not None and local.item_bytes == remote.item_bytes:
         return
     if not np.array_equal(local.sizes(local_items), remote.sizes(remote_items)):
-        raise TransportError("a local item and its remote one differ in bytes")
+        raise TransportError(DIFFER)
+
+
+def few_runs(local: Table, local_items: Indices, remote: Table, remote_items: Indices) -> list[Run]:
+    """A run for each pair of a few items, checked as by `check_write`."""
+    local.check_kind(local_items)
+    remote.check_kind(remote_items)
+    if len(local_items) != len(remote_items):
+        raise TransportError(f"{len(local_items)} local items, {len(remote_items)} remote ones")
+    runs = []
+    for ours, theirs in zip(local_items.tolist(), remote_items.tolist(), strict=True):
+        from_, length = local.span(ours)
+        to, length_there = remote.span(theirs)
+        if length != length_there:
+            raise TransportError(DIFFER)
+        runs.append((from_, to, length))
+    return runs
 
 
 def _check(grid: Grid, region_bytes: int) -> None:

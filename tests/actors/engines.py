@@ -22,7 +22,7 @@ from pdrt.mailbox import Address
 from pdrt.memory.aux import AuxRow, AuxRows
 from pdrt.memory.pages import PageAllocator, Pages
 from pdrt.protocol.layout import AUX_ROW_BYTES
-from pdrt.protocol.messages import AnyMessage, Opened
+from pdrt.protocol.messages import AnyMessage, Declined, Opened
 from pdrt.protocol.states import TERMINAL, KVPoll, Reason, Role
 from pdrt.shm_status import Handle, Owner, StatusTable
 from tests.actors.post import Box
@@ -56,6 +56,7 @@ class Plan:
     room: int
     pages_count: int = 4
     chunks: int = 2
+    split: tuple[int, ...] = ()  # prefill: where its chunks end, if not evenly; (4, 4): 4 pages, 0
     pace_ms: int = 0  # prefill: between chunks; decode: between WaitingForInput and the destination
     eager: bool = False  # prefill: send before the destination is known
     peer: str = ""  # decode: host:port of prefill
@@ -90,6 +91,7 @@ class Engine:
         self.jobs: dict[int, Job] = {}
         self.history: list[Job] = []
         self.plans: list[Plan] = []
+        self.declined_count = 0
         self.freed = FREED[tree.role]
         self.pages: PageAllocator | None = None  # None: rooms of a predecessor are not quiet yet
         self.listener_seen = table.incarnation(LISTENER_ROW)
@@ -179,6 +181,13 @@ class Engine:
     def abort(self, room: int) -> None:
         if (job := self.jobs.get(room)) is not None:
             job.half.abort()
+
+    def decline(self, room: int, peer: str = "") -> None:
+        """As KVManager.decline does."""
+        for m in self.tree.maps:
+            self.declined_count += 1
+            declined = Declined(room, m.rank, self.declined_count, Reason.PEER_REFUSED, peer)
+            self.box.post(LISTENER, declined)
 
     def _open_handles(self, room: int) -> list[Handle]:
         now_ns = self.clock()
@@ -275,7 +284,8 @@ class PrefillEngine(Engine):
     def _drive(self, job: Job, state: KVPoll, now_ns: int) -> None:
         plan, sender = job.plan, job.half
         assert isinstance(sender, KVSender)
-        if plan.mute or job.sent_chunks == plan.chunks or now_ns < job.due_ns:
+        chunks = len(plan.split) or plan.chunks
+        if plan.mute or job.sent_chunks == chunks or now_ns < job.due_ns:
             return
         if state is KVPoll.Bootstrapping and not plan.eager:
             return
@@ -285,10 +295,11 @@ class PrefillEngine(Engine):
             self._write(job)
             sender.init(plan.pages_count, job.aux_index)
         assert job.pages is not None
-        edges = [plan.pages_count * i // plan.chunks for i in range(plan.chunks + 1)]
+        even = tuple(plan.pages_count * i // chunks for i in range(1, chunks + 1))
+        edges = (0, *(plan.split or even))
         first, end = edges[job.sent_chunks : job.sent_chunks + 2]
         job.sent_chunks += 1
-        sender.send(job.pages[first:end], last=job.sent_chunks == plan.chunks)
+        sender.send(job.pages[first:end], last=job.sent_chunks == chunks)
         job.due_ns = now_ns + plan.pace_ms * MILLISECOND_NS
 
     def _write(self, job: Job) -> None:

@@ -49,6 +49,7 @@ class Post:
         self.weather = Weather()
         self.now_ns = 0
         self.cuts: set[frozenset[str]] = set()  # pairs of trees
+        self.deserted: set[str] = set()  # host:port where nobody listens any more
         self.carried = 0
         self._number = 0
         self._flying: list[Frame] = []

@@ -41,6 +41,13 @@ def _receive(world: World, room: int, decode: str, how: dict[str, Any]) -> None:
     world.receive(room, decode, **how)
 
 
+def _decline(world: World, name: str, room: int) -> None:
+    """Unless the room is open there, as KVManager.decline has it."""
+    if "engine" in world.trees[name].processes and room not in world.engine(name).jobs:
+        peer = "" if name == "prefill" else world.trees["prefill"].control
+        world.engine(name).decline(room, peer)
+
+
 def _fail_writes(world: World, name: str, writes: int) -> None:
     for process in world.trees[name].processes.values():
         if process.agent in world.fabric.agents:
@@ -51,6 +58,7 @@ VERBS: dict[str, Callable[..., object]] = {
     "send": _send,
     "receive": _receive,
     "abort": World.abort,
+    "decline": _decline,
     "kill": lambda world, tree, name: world.trees[tree].kill(name),
     "freeze": lambda world, tree, name: world.trees[tree].freeze(name),
     "thaw": lambda world, tree, name: world.trees[tree].thaw(name),
@@ -99,12 +107,15 @@ def _room(rng: random.Random, room: int, decodes: int) -> list[Act]:
     receiver = {"pages_count": pages_count, "pace_ms": rng.choice([0, 0, 30, 200])}
     receiver["bad"] = rng.random() < 0.03
     acts = []
-    if rng.random() < 0.97:
+    for side, verb, args in (
+        ("prefill", "send", (room, sender)),
+        (decode, "receive", (room, decode, receiver)),
+    ):
         late_ms = rng.choice([0, 0, 20, 300])
-        acts.append(Act(at_ms + late_ms, "send", (room, sender)))
-    if rng.random() < 0.97:
-        late_ms = rng.choice([0, 0, 20, 300])
-        acts.append(Act(at_ms + late_ms, "receive", (room, decode, receiver)))
+        if rng.random() < 0.95:
+            acts.append(Act(at_ms + late_ms, verb, args))
+        elif rng.random() < 0.6:
+            acts.append(Act(at_ms + late_ms, "decline", (side, room)))
     for side in ("prefill", decode):
         while rng.random() < 0.15:
             abort_ms = at_ms + rng.choice([0, 5, 20, 50, 100, 300, 600])

@@ -130,6 +130,7 @@ class Tree:
                 KVPoll.Transferring: int(t.stall_s * 1000),
             },
             now_ns=clock(),
+            queue_ms=int(t.queue_s * 1000),
         )
         self._tables: list[StatusTable] = []
         self.table = self._view(Owner(1, 1))
@@ -147,6 +148,9 @@ class Tree:
         self.reborn: dict[str, int] = {}  # name -> when it is started again
         self.forced: list[str] = []  # workers restarted on purpose, by the janitor
         self._swept_ns = 0
+        self.sweeps = True  # False: the janitor's timer has stopped
+        self.supervised = True  # False: the supervisor is frozen; it sees no death and no hang
+        self._unseen: list[int] = []  # rows of those that died meanwhile
         self.janitor = Janitor(
             table=self.table,
             timeouts=t,
@@ -205,7 +209,12 @@ class Tree:
         }
         if self.role is Role.PREFILL:
             return PrefillListener(**common)
-        return DecodeListener(control=self.control, maps=self.maps, **common)
+        return DecodeListener(
+            control=self.control,
+            maps=self.maps,
+            nobody_listens=lambda peer, now_ns: peer in self.post.deserted,
+            **common,
+        )
 
     def _worker(self, process: Process, rank: int) -> None:
         box, region_map = process.box, self.maps[rank]
@@ -232,7 +241,10 @@ class Tree:
         process = self.processes.pop(name, None)
         if process is None:
             return
-        self.table.bury(process.row)
+        if self.supervised:
+            self.table.bury(process.row)
+        else:
+            self._unseen.append(process.row)
         self.post.bury(process.box)
         if process.transport is not None:
             if process.transport.name == "shm":
@@ -279,6 +291,12 @@ class Tree:
 
     def upkeep(self, now_ns: int) -> None:
         """What the supervisor does of its own accord."""
+        self._haunt()
+        if not self.supervised:
+            return
+        for row in self._unseen:
+            self.table.bury(row)
+        self._unseen.clear()
         for name, due_ns in list(self.reborn.items()):
             if now_ns >= due_ns:
                 del self.reborn[name]
@@ -287,10 +305,16 @@ class Tree:
         for process in list(self.processes.values()):
             if process.frozen_ns and now_ns - process.frozen_ns > hang_ns:
                 self.kill(process.name)
-        if now_ns - self._swept_ns >= SWEEP_NS:
+        if self.sweeps and now_ns - self._swept_ns >= SWEEP_NS:
             self._swept_ns = now_ns
             self.janitor.sweep(now_ns)
-        self._haunt()
+
+    @property
+    def observed(self) -> bool:
+        """Is anybody awake who looks at every room of the table?"""
+        listener = self.processes.get("listener")
+        awake = listener is not None and not listener.frozen_ns
+        return awake or (self.supervised and self.sweeps)
 
     def _haunt(self) -> None:
         zombies, self.zombies = self.zombies, []

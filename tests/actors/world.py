@@ -48,6 +48,7 @@ class World:
         shm: bool = False,
         polls: int = 1,
         timeouts: Timeouts = TIMEOUTS,
+        layout: Layout = LAYOUT,
         decode_layout: Layout | None = None,
     ) -> None:
         self.rng = random.Random(seed)
@@ -55,7 +56,7 @@ class World:
         self.post = Post(seed)
         self.fabric = Fabric(polls=polls)
         self.ledger = Ledger()
-        self.layout = LAYOUT.__class__(**{**_fields(LAYOUT), "ranks": ranks})
+        self.layout = LAYOUT.__class__(**{**_fields(layout), "ranks": ranks})
         self._timeouts, self._transport = timeouts, ShmLike if shm else FakeTransport
         self._born = 0
         self._retired: list[Tree] = []
@@ -94,6 +95,15 @@ class World:
         old.stop()
         self._retired.append(old)
         return self.add(name, old.role, old.shape.layout)
+
+    def desert(self, name: str) -> str:
+        """The tree dies as a whole, and nobody takes its address, which is returned."""
+        old = self.trees.pop(name)
+        del self._watches[name]
+        old.stop()
+        self._retired.append(old)
+        self.post.deserted.add(old.control)
+        return old.control
 
     def engine(self, name: str) -> Engine:
         engine = self.trees[name].processes["engine"].actor
@@ -164,6 +174,7 @@ class World:
         for pair in list(self.post.cuts):
             self.post.mend(*pair)
         for tree in self.trees.values():
+            tree.sweeps = tree.supervised = True
             for process in list(tree.processes.values()):
                 tree.thaw(process.name)
         end_ms = self.now_ms + within_ms

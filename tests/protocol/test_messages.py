@@ -31,6 +31,7 @@ TAGS_EVER = """
 36 PeerGone          instance
 37 Fenced            slot generation
 38 Deliver           slot generation destination
+39 Declined          room rank generation reason peer
 """
 LOCAL_FROM = 30  # tags of messages that stay inside one process tree
 EVER = {

@@ -1,18 +1,25 @@
 from __future__ import annotations
 
+import inspect
+import subprocess
+import sys
 from itertools import permutations
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdrt.config import Timeouts
 from pdrt.engine.room import FAILURES
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.states import (
     MOVES,
     ON_EXPIRY,
     OPEN,
+    RENEWED_BY,
     TERMINAL,
+    TIMEOUT_OF,
     Event,
     KVPoll,
     Reason,
@@ -76,10 +83,27 @@ def test_no_verdict_has_a_move_out(role: Role) -> None:
     assert not OPEN & TERMINAL
 
 
-def test_every_open_state_has_a_reason_for_its_deadline() -> None:
-    assert ON_EXPIRY.keys() == OPEN
+def test_every_open_state_has_a_deadline_and_a_reason_for_it() -> None:
+    """Whoever adds an open state must say how it ends: the module itself does not import else."""
+    assert ON_EXPIRY.keys() == TIMEOUT_OF.keys() == OPEN
+    assert set(TIMEOUT_OF.values()) <= set(Timeouts.__struct_fields__)
+    assert len(set(TIMEOUT_OF.values())) == len(TIMEOUT_OF)
+    for role in Role:
+        assert RENEWED_BY[role].keys() == OPEN
     assert Reason.NONE not in ON_EXPIRY.values()
     assert len(set(ON_EXPIRY.values())) == len(ON_EXPIRY)
+
+
+def test_an_open_state_without_a_deadline_does_not_import(tmp_path: Path) -> None:
+    source = Path(inspect.getfile(KVPoll)).read_text()
+    planted = source.replace("    Success = 4\n", "    Success = 4\n    Draining = 5\n", 1)
+    assert planted != source
+    (tmp_path / "planted.py").write_text(planted)
+    run = subprocess.run(
+        [sys.executable, "-c", "import planted"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode != 0
+    assert "AssertionError: an open state without a deadline" in run.stderr
 
 
 @pytest.mark.parametrize("role", Role)
@@ -113,6 +137,9 @@ def test_a_peers_reason_is_told_as_a_fault_and_never_as_a_wish_of_ours(number: i
     told = told_by_peer(number)
     ours = {Reason.NONE, Reason.ABORTED, Reason.CLIENT_GONE, Reason.SHUTDOWN}
     assert told not in ours
+    if number == Reason.SHUTDOWN:
+        assert told is Reason.PEER_REFUSED  # nobody gave the request up
+        return
     assert told is (Reason(number) if number in set(Reason) - ours else Reason.PEER_ABORTED)
 
 

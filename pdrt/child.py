@@ -222,6 +222,8 @@ class ChildProcess:
         that waits longest counts: a sum would excuse a loop in one by the waits of the others.  The
         kernel adds a wait when it is over."""
         waited_ns = {thread: int(text.split()[1]) for thread, text in self._threads("schedstat")}
+        if not waited_ns:
+            return self._starved_ns
         since_ns = [waited - self._waited_ns.get(thread, 0) for thread, waited in waited_ns.items()]
         self._waited_ns = waited_ns
         self._starved_ns += max(since_ns, default=0)
@@ -235,7 +237,11 @@ class ChildProcess:
     def _threads(self, file: str) -> Iterator[tuple[int, str]]:
         """That file of every thread in /proc that is still there when its turn comes."""
         tasks = f"/proc/{self.pid}/task"
-        for thread in os.listdir(tasks) if os.path.exists(tasks) else []:
+        try:
+            threads = os.listdir(tasks)
+        except OSError:  # it is gone, or we may open no descriptor to look
+            return
+        for thread in threads:
             with contextlib.suppress(OSError), open(f"{tasks}/{thread}/{file}") as text:
                 yield int(thread), text.read()
 

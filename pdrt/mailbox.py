@@ -50,7 +50,8 @@ KEEPALIVE_IDLE_S, KEEPALIVE_S, KEEPALIVE_COUNT, UNACKNOWLEDGED_MS = 5, 2, 3, 10_
 RECONNECT_MS, RECONNECT_MAX_MS = (10, 20), (500, 1000)
 MEND_MS = (1000, 2000)  # a link that takes nothing is not dialled anew more often
 HELD_MAX = 16  # messages that wait for an address
-LAZY_NS = 20 * MILLISECOND_NS  # far below the first repeat of what waits for an acknowledgement
+LAZY_MS = 20  # far below the first repeat of what waits for an acknowledgement
+LAZY_NS = LAZY_MS * MILLISECOND_NS
 # As plain numbers: arithmetic with ZMQ's enums costs more than the calls they are for.
 NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
 
@@ -276,6 +277,8 @@ class Mailbox:
         counted by kind and dropped; nothing that arrives can raise."""
         envelopes: list[Envelope] = []
         self._renew_links()
+        if self._outgoing:  # something lazy, which must not wait for longer than that
+            timeout_ms = min(timeout_ms, LAZY_MS)
         for socket in self._waiter.wait(timeout_ms):
             if socket in self._names:
                 self._drain(socket, envelopes)

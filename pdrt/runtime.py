@@ -57,6 +57,7 @@ from pdrt.supervision import ChildSpec
 from pdrt.supervisor import Supervisor
 
 SWEEP_S = 0.05
+SILENT_S = 2.5  # an engine in one long forward may beat as rarely; an actor is killed long before
 ENGINE_ROW = FIRST_ENGINE_ROW  # of the built-in engine; foreign ones follow
 
 log = logging.getLogger("pdrt.runtime")
@@ -209,7 +210,7 @@ class Runtime:
             clock=monotonic_ns,
             stopping=lambda: self.supervisor.stopping,
             rows=self.rows,
-            silent_ns=to_ns(max(1.0, self.settings.timeouts.hang_s / 2)),
+            silent_ns=to_ns(SILENT_S),
         )
         collector = TableCollector(
             self.table,

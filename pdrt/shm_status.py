@@ -612,7 +612,8 @@ class StatusTable:
     def end_late(self, now_ns: int) -> NDArray[np.intp]:
         """As `live_slots`; rooms whose deadline has passed are ended first."""
         slots = self.live_slots()
-        self.poll_many(slots, self.words[slots] >> np.uint64(GENERATION_SHIFT), now_ns)
+        if len(slots):  # the pass costs much even of nothing
+            self.poll_many(slots, self.words[slots] >> np.uint64(GENERATION_SHIFT), now_ns)
         return slots
 
     def slots_opened_by(self, row: int, *, but: int) -> int:

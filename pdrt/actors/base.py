@@ -18,6 +18,9 @@ from pdrt.protocol.messages import AnyMessage
 from pdrt.shm_status import StatusTable
 
 BEAT_NS = 50 * MILLISECOND_NS
+# How long the loop sleeps at most, with rooms to look after and without.  With none, each wake-up
+# only costs; a beat must not wait for two.
+BUSY_MS, IDLE_MS = 20, 50
 LOG_LINES_A_SECOND = 10
 DEAF_NS = 200 * MILLISECOND_NS  # between two looks, this much counts as silence
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
+from pdrt.actors.base import BUSY_MS, IDLE_MS
 from pdrt.actors.decode_failing import PAUSE_MAX_NS, Failing, Room
 from pdrt.actors.prefills import Knock, Prefill, Prefills
 from pdrt.clock import MILLISECOND_NS, to_ns
@@ -336,7 +337,7 @@ class DecodeListener:
 
     def tick(self, now_ns: int) -> int:
         if now_ns - self._scanned_ns < SCAN_NS:
-            return 20
+            return BUSY_MS
         self._scanned_ns = now_ns
         self._scan(now_ns)
         self._repeat(now_ns)
@@ -348,7 +349,7 @@ class DecodeListener:
             self._beaten_ns = now_ns
             self._beat()
         self._prefills.tick(now_ns, used)
-        return 20
+        return BUSY_MS if self._rooms or self._failing else IDLE_MS
 
     def _beat(self) -> None:
         for prefill in self._prefills.ready():

@@ -12,6 +12,7 @@ from functools import partial
 
 import numpy as np
 
+from pdrt.actors.base import BUSY_MS, IDLE_MS
 from pdrt.actors.decodes import Decodes, worker_link
 from pdrt.actors.past import NOBODY, Past, Room, Vanished, theirs_of
 from pdrt.actors.prefill_failing import Failing
@@ -370,7 +371,7 @@ class PrefillListener:
                 for room in [r for r in self._rooms.values() if r.theirs[0] == decode.instance]:
                     self._fault(room, reason, now_ns)
                 self._past.forget_decode(decode.instance)
-        return 20
+        return BUSY_MS if self._rooms or self._failing or self._vanished else IDLE_MS
 
     def _scan(self, now_ns: int) -> None:
         """Hints may be lost, and engines and the janitor be gone; the table is the truth."""

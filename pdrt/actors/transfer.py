@@ -20,7 +20,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from pdrt.actors.base import Throttle
+from pdrt.actors.base import BUSY_MS, IDLE_MS, Throttle
 from pdrt.actors.moving import Room
 from pdrt.actors.news import News
 from pdrt.actors.paths import LISTENER, Path, Paths, tables
@@ -375,7 +375,7 @@ class TransferWorker:
         if moved:
             self._spins = 0
         if not self._active and not self._paths.connecting:
-            return 20
+            return BUSY_MS if self._rooms or self._news else IDLE_MS
         self._spins += 1
         return 0 if self._spins < SPINS else 1
 

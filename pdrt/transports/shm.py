@@ -190,14 +190,14 @@ class ShmTransport:
         source, _ = self._tables.get(local, None)
         target, _ = self._tables.get(remote, peer)
         if len(local_items) <= FEW:
-            runs = iter(few_runs(source, local_items, target, remote_items))
+            runs = few_runs(source, local_items, target, remote_items)
         else:
             check_write(source, local_items, target, remote_items)
             runs = _runs(source, local_items, target, remote_items)
-        job = _Job(peer, runs)
+        job = _Job(peer, iter(runs))
         if known.gone():
             job.state = TransferState.FAILED
-        return self._start(known, job, (source.item_bytes or INLINE_BYTES_MAX) * len(local_items))
+        return self._start(known, job, sum(length for _, _, length in runs))
 
     def fence(self, peer: str) -> int:
         """See Transport.  DONE at once unless an earlier write to the peer is still wanted."""
@@ -290,9 +290,7 @@ class ShmTransport:
         return budget_bytes, runs
 
 
-def _runs(
-    source: Table, local_items: Indices, target: Table, remote_items: Indices
-) -> Iterator[Run]:
+def _runs(source: Table, local_items: Indices, target: Table, remote_items: Indices) -> list[Run]:
     """Pieces that are contiguous on both sides, in the order of the items."""
     sizes = source.sizes(local_items)
     local, remote, lengths = merge_runs(
@@ -301,7 +299,7 @@ def _runs(
     ends: NDArray[np.int64] = sizes.cumsum()[lengths.cumsum() - 1]
     begins = [0, *ends[:-1].tolist()]
     spans = zip(local.tolist(), remote.tolist(), begins, ends.tolist(), strict=True)
-    return iter([(from_, to, end - begin) for from_, to, begin, end in spans])
+    return [(from_, to, end - begin) for from_, to, begin, end in spans]
 
 
 def _map_peer(region_fd: int, connection_fd: int, region_bytes: int) -> _Peer:

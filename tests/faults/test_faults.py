@@ -46,14 +46,12 @@ def healed(net: Net) -> Iterator[None]:
     recover(net.route, 30)
     yield
     net.heal()
-    net.route.damaged = True
     routes = [net.route, *net.healthy]
     for route in routes:
         for trip in route.trips:
             trip.sender.abort()
             trip.receiver.abort()
     finish(routes, QUIET_S, "what a failed test left to be over")
-    net.route.damaged = False
 
 
 def leave_nothing(net: Net) -> None:
@@ -74,7 +72,6 @@ def everywhere(net: Net, count: int = 2) -> list[Trip]:
 def suffer(net: Net, where: str, action: Action, *, severs: bool) -> None:
     held = everywhere(net)
     going = everywhere(net)
-    net.route.damaged = isinstance(action, Flip)
     net.do(where, action)
     for trip in going:
         trip.want = Phase.WHOLE
@@ -88,11 +85,10 @@ def suffer(net: Net, where: str, action: Action, *, severs: bool) -> None:
     for trip in held:
         trip.want = Phase.WHOLE
     finish([net.route], OVER_S + QUIET_S, f"every room to be quiet after {action}")
-    net.route.damaged = False
     recover(net.route, 15)
     succeed(net.route, 20)
     leave_nothing(net)
-    print(where, action, dict(count_reasons([*held, *going])), net.route.other_bytes)  # noqa: T201
+    print(where, action, dict(count_reasons([*held, *going])))  # noqa: T201
 
 
 @pytest.mark.parametrize("action", [BlackHole(), Refuse()], ids=str)

@@ -9,7 +9,7 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,18 @@ def make_model(folder: Path) -> Path:
 class Tree:
     """One pdrt-prefill or pdrt-decode with --engine none."""
 
-    def __init__(self, role: str, folder: Path, flags: Sequence[str], *, name: str = "") -> None:
+    def __init__(
+        self,
+        role: str,
+        folder: Path,
+        flags: Sequence[str],
+        *,
+        name: str = "",
+        prefix: Sequence[str] = (),
+        environment: Mapping[str, str] = LOOPBACK,
+    ) -> None:
+        """`prefix` is a command that becomes the tree's, such as nsenter."""
+        self._prefix, self._environment = prefix, environment
         self.role = role
         self._log = folder / f"{name or role}.log"
         self._flags = list(flags)
@@ -60,21 +71,34 @@ class Tree:
         for flag in ("--bootstrap-port", "--control-port"):
             if flag not in self._flags and flag.startswith("--b") == (self.role == "prefill"):
                 ports += [flag, "0"]
+        if "--standby" not in self._flags:  # rarely missed here, and their start costs a second
+            ports.append("--no-standby")
         main = f"from pdrt.cli.launch import {self.role}; {self.role}()"
         with self._log.open("wb") as output:
             self.popen = subprocess.Popen(
-                [sys.executable, "-c", main, "--engine", "none", *self._flags, *ports],
+                [
+                    *self._prefix,
+                    sys.executable,
+                    "-c",
+                    main,
+                    "--engine",
+                    "none",
+                    *self._flags,
+                    *ports,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment_with(LOOPBACK),
+                env=environment_with(self._environment),
                 start_new_session=True,
             )
 
     def wait_ready(self) -> None:
         wait_until(self._announced, 30, f"{self._log.stem} to say where it is")
-        ready = f"{self.facts['supervisor']}/ready"
-        wait_until(lambda: answers(ready), 30, f"{self._log.stem} to be ready")
+        wait_until(self._ready, 30, f"{self._log.stem} to be ready")
+
+    def _ready(self) -> bool:
+        return answers(f"{self.facts['supervisor']}/ready")
 
     def _announced(self) -> bool:
         assert self.popen.poll() is None, self._log.read_text()
@@ -118,7 +142,8 @@ class Tree:
         return sum(self.metric(name).values())
 
     def pids(self) -> dict[str, int]:
-        return {name: int(child["pid"]) for name, child in self.children().items()}
+        found = {name: child["pid"] for name, child in self.children().items()}
+        return {name: int(pid) for name, pid in found.items() if pid}  # a standby may have none
 
     def listener(self) -> psutil.Process:
         return psutil.Process(self.pids()["listener"])
@@ -159,3 +184,23 @@ class Tree:
                 return
             self.popen.kill()
         self.popen.wait(10)
+
+
+def family(tree: Tree) -> list[psutil.Process]:
+    """By the kernel's word: a frozen supervisor does not answer."""
+    supervisor = psutil.Process(tree.popen.pid)
+    return [supervisor, *supervisor.children(recursive=True)]
+
+
+@contextlib.contextmanager
+def stopped(tree: Tree) -> Iterator[None]:
+    """Every process of it, at once, in the middle of whatever it does."""
+    members = family(tree)
+    try:
+        for process in members:
+            process.suspend()
+        yield
+    finally:
+        for process in members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()

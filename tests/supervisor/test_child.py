@@ -11,10 +11,12 @@ import threading
 
 import pytest
 
-from pdrt.child import BOOT, Descriptor
+from pdrt.child import BOOT, ChildProcess, Descriptor
+from pdrt.clock import MILLISECOND_NS, monotonic_ns
 from pdrt.supervisor import Phase, Restart
 from tests.supervisor import kids
 from tests.supervisor.kids import DEADLINE_S, MemoryBoard, only, spec, supervised, turn_until
+from tests.waiting import wait_until
 
 
 def test_several_descriptors_reach_the_child_and_no_further(board: MemoryBoard) -> None:
@@ -97,3 +99,33 @@ def test_a_thread_that_dies_ends_its_process(
         turn_until(supervisor, lambda: only(supervisor).phase is Phase.DONE, "its end")
         assert only(supervisor).cause == "exit code 1"
     assert "this thread fails on purpose" in capfd.readouterr().err
+
+
+CROWD = """
+import os, sys, threading, zlib
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+data = bytes(1 << 26)
+def spin():
+    while True:
+        zlib.crc32(data)  # without the interpreter's lock
+for _ in range(5):
+    threading.Thread(target=spin, daemon=True).start()
+spin()
+"""
+
+
+def test_threads_that_wait_for_one_cpu_do_not_starve_longer_than_time_passes() -> None:
+    with subprocess.Popen([sys.executable, "-c", CROWD]) as popen:
+        process = ChildProcess(popen)
+        try:
+            wait_until(lambda: process.starved_ns() > 0, DEADLINE_S, "the crowd")
+            began_ns, before_ns = monotonic_ns(), process.starved_ns()
+
+            def starved_ns() -> int:
+                return process.starved_ns() - before_ns
+
+            wait_until(lambda: starved_ns() > 300 * MILLISECOND_NS, DEADLINE_S, "them to starve")
+            assert starved_ns() <= 1.5 * (monotonic_ns() - began_ns)  # a wait is counted at its end
+        finally:
+            process.kill()
+            process.close()

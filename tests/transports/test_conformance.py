@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import select
 import time
 from typing import TYPE_CHECKING
@@ -185,6 +186,23 @@ class TestNixlOverTcp(Conformance):
         assert not rig.happens(lambda: rig.transport.poll(fence) is not PENDING, within_s=0.3)
         peer.thaw()
         assert rig.finish(fence) is DONE
+
+    def test_writes_given_up_at_any_moment_are_kept_until_they_end(self, rig):
+        """NIXL has no cancel: to give a request back while it moves would be a use after free."""
+        chance, parked = random.Random(44), 0
+        for number in range(1000):
+            handle = rig.write("standing", [number % 8], [number % 8])
+            for _ in range(chance.choice([0, 0, 1, 2, 5])):
+                rig.transport.poll(handle)
+            rig.transport.release(handle)
+            parked = max(parked, len(rig.transport._abandoned))
+            if number % 50 == 0:
+                rig.transport.progress()
+        assert parked > 1, "every write was over before it was given up"
+        assert rig.finish(rig.transport.fence("standing")) is DONE
+        rig.transport.progress()
+        rig.wait_for(lambda: not rig.transport._abandoned)
+        assert rig.finish(rig.write("standing", [1], [2])) is DONE
 
 
 @pytest.fixture(params=["nixl", "shm", "fake"])

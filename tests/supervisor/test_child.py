@@ -125,7 +125,9 @@ def test_threads_that_wait_for_one_cpu_do_not_starve_longer_than_time_passes() -
                 return process.starved_ns() - before_ns
 
             wait_until(lambda: starved_ns() > 300 * MILLISECOND_NS, DEADLINE_S, "them to starve")
-            assert starved_ns() <= 1.5 * (monotonic_ns() - began_ns)  # a wait is counted at its end
+            # Six threads would make it five times as long in sum.  More than once: a wait that
+            # began before we looked is counted at its end.
+            assert starved_ns() <= 3 * (monotonic_ns() - began_ns)
         finally:
             process.kill()
             process.close()

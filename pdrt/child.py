@@ -165,8 +165,6 @@ class ChildProcess:
         self._popen = popen
         self.pid = popen.pid
         self.pidfd = os.pidfd_open(self.pid)
-        self._waited_ns: dict[int, int] = {}  # by thread, when `starved_ns` last looked
-        self._starved_ns = 0
 
     @property
     def exit_code(self) -> int | None:
@@ -217,17 +215,10 @@ class ChildProcess:
             return False
         return False
 
-    def starved_ns(self) -> int:
-        """How long it has been ready to run and had no CPU.  Of threads that wait at once the one
-        that waits longest counts: a sum would excuse a loop in one by the waits of the others.  The
-        kernel adds a wait when it is over."""
-        waited_ns = {thread: int(text.split()[1]) for thread, text in self._threads("schedstat")}
-        if not waited_ns:
-            return self._starved_ns
-        since_ns = [waited - self._waited_ns.get(thread, 0) for thread, waited in waited_ns.items()]
-        self._waited_ns = waited_ns
-        self._starved_ns += max(since_ns, default=0)
-        return self._starved_ns
+    def waits_ns(self) -> dict[int, int]:
+        """How long each thread, in all, has been ready to run and had no CPU.  The kernel adds a
+        wait when it is over."""
+        return {thread: int(text.split()[1]) for thread, text in self._threads("schedstat")}
 
     def uninterruptible(self) -> bool:
         """Whether its main thread waits inside the kernel, for a disk as a rule."""

@@ -6,7 +6,7 @@ says when restarting has become pointless.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -121,8 +121,8 @@ class ChildState:
 class Excuses(Protocol):
     """Why a process may be silent without being hung."""
 
-    def starved_ns(self) -> int:
-        """How long its threads have been ready to run and had no CPU, in all, since launch."""
+    def waits_ns(self) -> dict[int, int]:
+        """How long each of its threads, in all, has been ready to run and had no CPU."""
 
     def uninterruptible(self) -> bool:
         """Whether its main thread waits inside the kernel, and not even SIGKILL would end that."""
@@ -134,11 +134,11 @@ class Pulse:
 
     value: int = 0
     changed_ns: int = 0
-    starved_ns: int | None = None  # reading of `starved_ns` taken half-way to the limit
+    waits_ns: dict[int, int] | None = None  # by thread, half-way to the limit
 
     def feel(self, value: int, now_ns: int) -> None:
         if value != self.value:
-            self.value, self.changed_ns, self.starved_ns = value, now_ns, None
+            self.value, self.changed_ns, self.waits_ns = value, now_ns, None
 
     def is_hung(self, now_ns: int, *, limit_ns: int, excuses: Excuses) -> bool:
         """Silent for longer than the limit, not counting time in which it had no CPU; and not while
@@ -146,14 +146,20 @@ class Pulse:
         silent_ns = now_ns - self.changed_ns
         if silent_ns <= limit_ns // 2:
             return False
-        if self.starved_ns is None:
-            self.starved_ns = excuses.starved_ns()
+        if not self.waits_ns:  # none yet, or no descriptor to look with
+            self.waits_ns = excuses.waits_ns()
         if silent_ns <= limit_ns:
             return False
         if silent_ns > EXCUSED_MAX * limit_ns:
             return True
-        starved_ns = excuses.starved_ns() - self.starved_ns
-        return silent_ns - starved_ns > limit_ns and not excuses.uninterruptible()
+        starved = starved_ns(self.waits_ns, excuses.waits_ns())
+        return silent_ns - starved > limit_ns and not excuses.uninterruptible()
+
+
+def starved_ns(before: Mapping[int, int], after: Mapping[int, int]) -> int:
+    """How long a process was held up between two looks at the waits of its threads: as long as the
+    thread that waited longest.  Their sum would excuse a loop in one by the waits of the others."""
+    return max((waited - before.get(thread, 0) for thread, waited in after.items()), default=0)
 
 
 def deaths_within(deaths_ns: Iterable[int], now_ns: int, *, period_ns: int) -> int:

@@ -1,192 +1,164 @@
-"""Rooms a second and their latency through two real trees on this host, without any engine's work.
+"""Rooms a second and their latency, without any engine's work, beside the stock components.
 
-    bin/bench [--rooms N] [--transports nixl,shm] [--json FILE]
-
-Two processes play the engines: one room is one page of 16 KiB and its aux row, in one chunk.
-"open" is how many rooms are under way at once.  Latency is decode's, from asking for the room to
-Success.
+All that is compared runs in turn, A B C A B C, within one run; those that use processor time while
+idle are frozen meanwhile.  A ratio is taken within one turn, so its n is the number of turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import multiprocessing
-import os
-import select
-import struct
-import tempfile
-import time
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
-import numpy as np
+from stress.bench.bench import Bench
+from stress.bench.figures import Goal, Result, summarise
+from stress.bench.players import Players, Run
+from stress.bench.trees import LARGE, SMALL, Cpu, Shape, Tree, pair
 
-from pdrt.cli.cluster import Cluster
-from pdrt.engine.manager import KVManager
-from pdrt.engine.receiver import KVReceiver
-from pdrt.memory.aux import AuxRow
-from pdrt.protocol.states import KVPoll
-
-OPEN = (1, 16, 64)
-WAIT_S = 0.005  # a lost wake-up costs no more than this
-GIVE_UP_S = 120.0
-PAGE_16_KIB = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 2048,
-    "vocab_size": 512,
-    "eos_token_id": 2,
-}
+TITLE = "Rooms between two engines; latency is decode's, from asking for the room to Success"
+STOCK = "stock"
 
 
-def wait(manager: KVManager) -> None:
-    """Until some room may have changed."""
-    if select.select([manager.wake_fd], [], [], WAIT_S)[0]:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(manager.wake_fd)
+@dataclass(frozen=True)
+class Case:
+    """`goals`: what is held against the stock components' figure, by transport."""
+
+    shape: Shape
+    open_max: int
+    rooms: int
+    stock_rooms: int
+    goals: dict[str, dict[str, Goal]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        size = self.shape.room_bytes
+        text = f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+        return f"{text}, {self.open_max} open"
 
 
-def play_prefill(attach: str, rooms_count: int, open_max: int) -> None:
-    manager = KVManager.attach(attach, name="bench")
-    page = np.array([0], dtype=np.int32)
-    under_way: dict[int, tuple[Any, int]] = {}
-    opened = done = 0
-    while done < rooms_count:
-        while opened < rooms_count and len(under_way) < open_max:
-            opened += 1
-            sender, aux = manager.sender(opened), manager.aux.reserve()
-            manager.aux.write(aux, AuxRow(opened, 1))
-            sender.init(1, aux)
-            sender.send(page, last=True)
-            under_way[opened] = sender, aux
-        before = done
-        for room, (sender, aux) in list(under_way.items()):
-            state = sender.poll()
-            assert state is not KVPoll.Failed, sender.failure()
-            if state is KVPoll.Success:
-                sender.clear()
-                manager.aux.release(aux)
-                del under_way[room]
-                done += 1
-        manager.tick()
-        if done == before:
-            wait(manager)
-    manager.close()
+def _both(**ratios: Goal) -> dict[str, dict[str, Goal]]:
+    return {transport: dict(ratios) for transport in ("nixl", "shm")}
 
 
-def play_decode(
-    attach: str, peer: str, rooms_count: int, open_max: int, answer: Connection
+def _at_least(bound: float) -> Goal:
+    return Goal("median", bound, at_least=True)
+
+
+def _at_most(bound: float) -> Goal:
+    return Goal("median", bound)
+
+
+P99_16, P99_64 = _at_most(0.1), _at_most(0.05)
+CASES = (
+    Case(SMALL, 1, 1000, 400, _both(p50=_at_most(0.7), p99=_at_most(0.2))),
+    Case(
+        SMALL,
+        16,
+        4000,
+        1000,
+        {"nixl": {"rate": _at_least(4), "p99": P99_16}, "shm": {"p99": P99_16}},
+    ),
+    Case(
+        SMALL,
+        64,
+        4000,
+        1000,
+        {
+            "nixl": {"rate": _at_least(5), "p99": P99_64},
+            "shm": {"rate": _at_least(10), "p99": P99_64},
+        },
+    ),
+    Case(LARGE, 1, 100, 100, _both(p50=_at_most(0.9), p99=_at_most(0.5))),
+)
+
+
+@dataclass
+class Series:
+    """The rounds of one contestant in one case."""
+
+    runs: list[Run] = field(default_factory=list)
+    why: str = ""
+
+
+def measure(bench: Bench, result: Result) -> None:
+    for shape in dict.fromkeys(case.shape for case in CASES):
+        with contextlib.ExitStack() as stack:
+            crews: dict[str, tuple[Players, tuple[Tree, ...]]] = {}
+            for transport in bench.transports:
+                trees = stack.enter_context(pair(bench.folder, shape, transport=transport))
+                players = Players.ours(bench.folder, transport, *trees, shape)
+                crews[transport] = stack.enter_context(players), trees
+            if bench.stock_python is not None:
+                players = Players.stock(bench.folder, bench.stock_python, shape)
+                crews[STOCK] = stack.enter_context(players), ()
+            for players, _ in crews.values():
+                players.run(20, 1)
+            for case in CASES:
+                if case.shape == shape:
+                    _play(bench, result, case, crews)
+
+
+def _play(
+    bench: Bench, result: Result, case: Case, crews: dict[str, tuple[Players, tuple[Tree, ...]]]
 ) -> None:
-    manager = KVManager.attach(attach, name="bench")
-    under_way: dict[int, tuple[KVReceiver, float]] = {}
-    landing: dict[int, int] = {}  # room -> aux row, once the destination has left
-    seconds: list[float] = []
-    opened = 0
-    began = time.perf_counter()
-    while len(seconds) < rooms_count:
-        while opened < rooms_count and len(under_way) < open_max:
-            opened += 1
-            asked = time.perf_counter()
-            receiver = manager.receiver(opened, peer)
-            receiver.init()
-            under_way[opened] = receiver, asked
-        moved = False
-        for room, (receiver, asked) in list(under_way.items()):
-            state = receiver.poll()
-            assert state is not KVPoll.Failed, receiver.failure()
-            if state is KVPoll.WaitingForInput and room not in landing:
-                landing[room] = manager.aux.reserve()
-                receiver.send_metadata(np.array([room % 64], dtype=np.int32), landing[room])
-                moved = True
-            elif state is KVPoll.Success:
-                seconds.append(time.perf_counter() - asked)
-                aux = landing.pop(room)
-                assert manager.aux.read(aux, room).first_token == 1
-                receiver.clear()
-                manager.aux.release(aux)
-                del under_way[room]
-                moved = True
-        manager.tick()
-        if not moved:
-            wait(manager)
-    answer.send((time.perf_counter() - began, seconds))
-    manager.close()
+    series: dict[str, Series] = {}
+    for _ in range(bench.repeats):
+        for name, (players, trees) in crews.items():
+            rooms = bench.count(case.stock_rooms if name == STOCK else case.rooms)
+            for ahead in (False,) if name == STOCK else (False, True):
+                entry = series.setdefault(f"{name}, sent ahead" if ahead else name, Series())
+                _round(players, trees, rooms, case.open_max, ahead, entry, frozen=crews)
+    stock = series.get(STOCK)
+    for name, entry in series.items():
+        _tell(result, case, name, entry)
+        if stock is not None and name in crews and entry is not stock:
+            _hold(result, case, name, entry, stock)
 
 
-def measure(cluster: Cluster, rooms_count: int, open_max: int) -> dict[str, float]:
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe(duplex=False)
-    attaches = [str(m.facts["attach"]) for m in (cluster.prefill, cluster.decode)]
-    peer = str(cluster.prefill.facts["control"])
-    players = [
-        spawn.Process(target=play_prefill, args=(attaches[0], rooms_count, open_max)),
-        spawn.Process(target=play_decode, args=(attaches[1], peer, rooms_count, open_max, theirs)),
-    ]
-    for player in players:
-        player.start()
+def _round(
+    players: Players,
+    trees: tuple[Tree, ...],
+    rooms: int,
+    open_max: int,
+    ahead: bool,
+    entry: Series,
+    *,
+    frozen: dict[str, tuple[Players, tuple[Tree, ...]]],
+) -> None:
+    if STOCK in frozen and frozen[STOCK][0] is not players:
+        frozen[STOCK][0].freeze()
     try:
-        if not ours.poll(GIVE_UP_S):
-            raise SystemExit("the rooms did not end; see the logs")
-        whole_s, seconds = ours.recv()
+        before = Cpu.of(*trees)
+        run = players.run(rooms, open_max, ahead=ahead)
+        entry.runs.append(run)
+        engines = f"prefill engine {run.cpu_us[0]:.0f} us, decode engine {run.cpu_us[1]:.0f} us"
+        parts = [Cpu.of(*trees).per_room(before, rooms), engines]
+        entry.why = "CPU a room: " + ", ".join(part for part in parts if part)
     finally:
-        for player in players:
-            player.join(5)
-            player.kill()
-            player.join()
-    p50, p99 = np.percentile(np.array(seconds) * 1e3, [50, 99])
-    return {
-        "open": open_max,
-        "rooms_per_s": round(rooms_count / whole_s, 1),
-        "p50_ms": round(float(p50), 3),
-        "p99_ms": round(float(p99), 3),
+        if STOCK in frozen:
+            frozen[STOCK][0].thaw()
+
+
+def _tell(result: Result, case: Case, name: str, entry: Series) -> None:
+    what = f"{case.name}, {name}"
+    result.add(f"{what}: rate", "rooms/s", [run.rooms_per_s for run in entry.runs])
+    result.add(f"{what}: latency", "ms", [ms for run in entry.runs for ms in run.decode_ms])
+    if "ahead" not in name:
+        sent = [ms for run in entry.runs for ms in run.prefill_ms]
+        result.add(f"{what}: prefill, first send to Success", "ms", sent)
+        if name == STOCK:
+            result.notes.append(f"{what}: {entry.why}")
+
+
+def _hold(result: Result, case: Case, name: str, entry: Series, stock: Series) -> None:
+    """Against the stock components' rounds of the same turns."""
+    turns = list(zip(entry.runs, stock.runs, strict=True))
+    latencies = [(summarise(a.decode_ms), summarise(b.decode_ms)) for a, b in turns]
+    ratios = {
+        "rate": [a.rooms_per_s / b.rooms_per_s for a, b in turns],
+        "p50": [a.median / b.median for a, b in latencies],
+        "p99": [a.p99 / b.p99 for a, b in latencies],
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument(
-        "--rooms", type=int, default=4000, help="rooms a measurement (1 open: a quarter)"
-    )
-    parser.add_argument("--transports", default="nixl,shm")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the figures here too")
-    options = parser.parse_args()
-    results: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="pdrt-bench-") as folder:
-        model = Path(folder) / "model"
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(PAGE_16_KIB))
-        # Only fingerprinted: there is no engine to load them.
-        (model / "tokenizer.json").write_text("{}")
-        (model / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
-        for transport in options.transports.split(","):
-            flags = ["--engine", "none", "--model-path", str(model), "--pool-tokens", "4096"]
-            with Cluster(
-                Path(folder), both=[*flags, "--transport", transport], router=None
-            ) as cluster:
-                cluster.start()
-                for open_max in OPEN:
-                    rooms_count = options.rooms // 4 if open_max == 1 else options.rooms
-                    for _ in range(options.repeat):
-                        result = {"transport": transport, **measure(cluster, rooms_count, open_max)}
-                        results.append(result)
-                        print(
-                            "  ".join(f"{name}={value}" for name, value in result.items()),
-                            flush=True,
-                        )
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()
+    goals = case.goals.get(name, {})
+    for ratio, samples in ratios.items():
+        what = f"{case.name}, {name} / stock: {ratio}"
+        result.add(what, "x", samples, goals.get(ratio), entry.why)

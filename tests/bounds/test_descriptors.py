@@ -29,6 +29,7 @@ from pdrt.engine.manager import KVManager
 from pdrt.errors import AttachFailed
 from pdrt.protocol.codec import encode
 from pdrt.protocol.messages import OLDEST, VERSION, Agent, Hello, Introduction
+from pdrt.supervision import Pulse
 from tests.faults.traffic import Phase, Route, all_over, finish, recover, run, succeed
 from tests.faults.trees import SERIES, Tree, make_model
 from tests.waiting import wait_until
@@ -161,15 +162,17 @@ def test_a_child_that_cannot_be_looked_at_gets_no_excuse_and_later_no_double_one
 
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as popen:
-        process = ChildProcess(popen)
+        process, pulse = ChildProcess(popen), Pulse(1, 0)
         try:
-            monkeypatch.setattr(process, "_waited_ns", {popen.pid: 1 << 62})
-            before_ns = process.starved_ns()
+            wait_until(lambda: sum(process.waits_ns().values()), 10, "it to have waited for a CPU")
             with monkeypatch.context() as patch:
                 patch.setattr(os, "listdir", none_left)
-                assert process.starved_ns() == before_ns
+                assert not pulse.is_hung(60, limit_ns=100, excuses=process)
+                assert process.waits_ns() == {}
                 assert not process.uninterruptible()
-            assert process._waited_ns
+                assert pulse.is_hung(101, limit_ns=100, excuses=process)
+            # What it waited before anybody could look is no excuse for now.
+            assert pulse.is_hung(101, limit_ns=100, excuses=process)
         finally:
             process.kill()
             process.close()

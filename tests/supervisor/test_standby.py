@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrt.clock import MILLISECOND_NS
-from pdrt.supervision import EXCUSED_MAX, ChildSpec, ChildState, Pulse
+from pdrt.supervision import EXCUSED_MAX, ChildSpec, ChildState, Pulse, starved_ns
 from pdrt.supervisor import Phase, Supervisor
 from tests.supervisor import kids
 from tests.supervisor.kids import MemoryBoard, pid_of, spec, supervised, turn_until, words
@@ -166,8 +166,8 @@ class Waits:
     starved: int = 0
     on_disk: bool = False
 
-    def starved_ns(self) -> int:
-        return self.starved
+    def waits_ns(self) -> dict[int, int]:
+        return {1: self.starved, 2: self.starved // 2, 3: 0}
 
     def uninterruptible(self) -> bool:
         return self.on_disk
@@ -215,10 +215,10 @@ def test_a_process_knows_how_long_it_starved(board: MemoryBoard) -> None:
             os.sched_setaffinity(pid_of(state(supervisor, row)), {cpu})
         process = supervisor._children[0].process
         assert process is not None
-        before_ns = process.starved_ns()
+        before_ns = process.waits_ns()
         turn_until(
             supervisor,
-            lambda: process.starved_ns() - before_ns > 100 * MILLISECOND_NS,
+            lambda: starved_ns(before_ns, process.waits_ns()) > 100 * MILLISECOND_NS,
             "a tenth of a second without the CPU",
         )
         assert not process.uninterruptible()

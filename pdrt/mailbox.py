@@ -11,10 +11,11 @@ is sent again by its sender until it is acknowledged (protocol/messages.py says 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import zmq
@@ -52,8 +53,7 @@ MEND_MS = (1000, 2000)  # a link that takes nothing is not dialled anew more oft
 HELD_MAX = 16  # messages that wait for an address
 LAZY_MS = 20  # far below the first repeat of what waits for an acknowledgement
 LAZY_NS = LAZY_MS * MILLISECOND_NS
-# As plain numbers: arithmetic with ZMQ's enums costs more than the calls they are for.
-NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+NOBLOCK, SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)  # arithmetic with ZMQ's enums is slow
 
 
 class Postman(Protocol):
@@ -92,7 +92,8 @@ class Mailbox:
         self._names: dict[zmq.Socket[bytes], tuple[str, bool, bool]] = {}
         self._outgoing: dict[Address, list[AnyMessage]] = {}
         self._urgent: set[Address] = set()  # addressees of something that is not lazy
-        self._lazy_ns = 0  # when lazy messages were sent last
+        self._lazy_ns = self._attended_ns = 0  # lazy messages sent, doorkeepers asked last
+        self._together = False
 
     def open_door(self, name: str, endpoint: str, fd: int, *, from_peer: bool) -> None:
         """Serve a listening descriptor.  `from_peer`: only peer messages are let in."""
@@ -189,7 +190,7 @@ class Mailbox:
         """Send what was posted, one frame an addressee.  Never blocks.  Lazy messages stay behind
         until there is something urgent for the same addressee or LAZY_NS have passed; without
         `now_ns` they stay."""
-        if not self._outgoing:
+        if self._together or not self._outgoing:
             return
         outgoing = self._outgoing
         if now_ns - self._lazy_ns >= LAZY_NS:
@@ -204,6 +205,16 @@ class Mailbox:
             for first in range(0, len(messages), codec.MESSAGES_MAX):
                 self._send(to, messages[first : first + codec.MESSAGES_MAX])
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """`flush` waits for the end of this block."""
+        self._together = True
+        try:
+            yield
+        finally:
+            self._together = False
+            self.flush()
+
     def _send(self, to: Address, messages: list[AnyMessage]) -> None:
         try:
             frame = codec.encode(messages)
@@ -216,14 +227,10 @@ class Mailbox:
             self._send(to, messages[half:])
             return
         try:
-            if isinstance(to, str):
-                socket = self._links[to]
-                self._waiter.used(socket)
-            else:
-                door, routing_id = to
-                socket = self._doors[door]
-                self._waiter.used(socket)
-                socket.send(routing_id, NOBLOCK | SNDMORE)
+            socket = self._links[to] if isinstance(to, str) else self._doors[to[0]]
+            self._waiter.used(socket)  # by a send that fails, too
+            if not isinstance(to, str):
+                socket.send(to[1], NOBLOCK | SNDMORE)
             socket.send(frame, NOBLOCK)
         except KeyError:  # the link was closed while this waited, or is yet to be made
             if to in self._addresses and self._hold(to, messages):
@@ -276,18 +283,22 @@ class Mailbox:
         """What arrived, after waiting at most `timeout_ms` for something.  Malformed frames are
         counted by kind and dropped; nothing that arrives can raise."""
         envelopes: list[Envelope] = []
-        self._renew_links()
+        now_ns = monotonic_ns()
+        self._renew_links(now_ns)
         if self._outgoing:  # something lazy, which must not wait for longer than that
             timeout_ms = min(timeout_ms, LAZY_MS)
         for socket in self._waiter.wait(timeout_ms):
             if socket in self._names:
                 self._drain(socket, envelopes)
-        for keeper in self._keepers:
-            keeper.attend()
+            else:
+                self._attended_ns = 0  # somebody is at a door
+        if now_ns - self._attended_ns >= LAZY_NS:  # some of it is only a matter of time
+            self._attended_ns = now_ns
+            for keeper in self._keepers:
+                keeper.attend()
         return envelopes
 
-    def _renew_links(self) -> None:
-        now_ns = monotonic_ns()
+    def _renew_links(self, now_ns: int) -> None:
         for name in self._silence.take(now_ns):
             self._mend(name)
         for name, endpoint, place in self._addresses.take(now_ns):

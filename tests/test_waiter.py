@@ -29,6 +29,13 @@ class Sleepless:
         return news
 
 
+def has_signal(socket: zmq.Socket[bytes]) -> bool:
+    """Is its descriptor readable?"""
+    poll = select.poll()
+    poll.register(cast("int", socket.get(zmq.FD)), select.POLLIN)
+    return bool(poll.poll(0))
+
+
 @dataclass
 class Pair:
     door: zmq.Socket[bytes]
@@ -36,9 +43,7 @@ class Pair:
     waiter: Waiter  # of the door
 
     def has_signal(self) -> bool:
-        poll = select.poll()
-        poll.register(cast("int", self.door.get(zmq.FD)), select.POLLIN)
-        return bool(poll.poll(0))
+        return has_signal(self.door)
 
     def holds(self) -> bool:
         return has_something(self.door)

@@ -15,7 +15,8 @@ import mmap
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,13 +89,12 @@ class KVManager:
         self._seen_listener = self.table.incarnation(self._listener_row)
         self._seen_workers = [self.table.incarnation(row) for row in self._worker_rows]
         self._upkeep_ns = self._renewed_ns = 0
-        self._together = False
         self._desk = Desk(
             self.table,
             self._mailbox,
             clock,
             self.instance,
-            self._flush,
+            self._mailbox.flush,
             self._forget,
             self._worker,
             to_ns(reply.resend_s),
@@ -163,7 +163,7 @@ class KVManager:
             generation = secrets.randbits(32)  # stands for the handle that there is not
             declined = Declined(room, rank, generation, Reason.PEER_REFUSED, peer)
             self._mailbox.post(LISTENER, declined)
-        self._flush()
+        self._mailbox.flush()
 
     def _open(self, room: int) -> list[Handle]:
         if not 0 <= room <= ROOM_MAX:
@@ -190,20 +190,10 @@ class KVManager:
         row = self._worker_rows[rank]
         return Owner(row, self.table.incarnation(row))
 
-    @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self) -> AbstractContextManager[None]:
         """What the rooms touched in this block have to say leaves at its end, in one frame an
         addressee: for a loop that serves many rooms in one go."""
-        self._together = True
-        try:
-            yield
-        finally:
-            self._together = False
-            self._mailbox.flush()
-
-    def _flush(self) -> None:
-        if not self._together:
-            self._mailbox.flush()
+        return self._mailbox.together()
 
     def tick(self) -> None:
         """Once a loop iteration.  Cheap: does its work every 20 ms."""

@@ -33,6 +33,7 @@ from pdrt.transports.base import TransferState, TransportError
 from pdrt.transports.handles import HANDLES_MAX, Handles, Tables
 from pdrt.transports.mapped import Mapped
 from pdrt.transports.metadata import NixlMetadata, check_scratch, checksum, decode, encode
+from pdrt.transports.shortage import Shortage
 from pdrt.transports.tables import Table, check_write
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class NixlTransport:
         self._progress_delay_us = progress_delay_us
         self._warm: tuple[Any, Any, str] | None = None  # module, agent, version: not opened yet
         self._opened: _Opened | None = None
+        self._shortage = Shortage()
         self._transfers = Handles[_Transfer](handles_max)
         self._abandoned: deque[_Transfer] = deque()
 
@@ -255,6 +257,7 @@ class NixlTransport:
     def progress(self) -> None:
         """See Transport.  Also ends what was released while it moved."""
         opened = self._open()
+        self._shortage.check()
         try:
             opened.agent.get_new_notifs()  # polls UCX; pdrt sends no notifications
         except opened.errors as error:

@@ -19,6 +19,7 @@ import secrets
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -43,6 +44,7 @@ from pdrt.actors.boot import (
 )
 from pdrt.actors.janitor import Janitor
 from pdrt.attach import AttachReply, AttachRequest, AttachService
+from pdrt.board import TableBoard
 from pdrt.child import Descriptor
 from pdrt.clock import monotonic_ns, to_ns
 from pdrt.config import Settings, Timeouts, authority
@@ -69,33 +71,6 @@ class EngineChild:
 
     target: Callable[..., None]
     args: tuple[Any, ...]
-
-
-class TableBoard:
-    """The supervisor's board, kept in the status table."""
-
-    def __init__(self, table: StatusTable, names: dict[int, str]) -> None:
-        self._table = table
-        self._names = names
-        self.pids: dict[int, int] = {}  # row -> pid of the living child
-
-    def incarnate(self, row: int, incarnation: int, pid: int) -> None:
-        # 11 bits, and 0 means nobody.
-        self._table.incarnate(row, (incarnation - 1) % INCARNATION_MASK + 1, pid, self._names[row])
-        self.pids[row] = pid
-
-    def ready(self, row: int) -> bool:
-        return self._table.ready(row)
-
-    def pulse(self, row: int) -> int:
-        return self._table.pulse(row)
-
-    def buried(self, row: int, incarnation: int) -> None:
-        self._table.bury(row)
-        self.pids.pop(row, None)
-
-    def failed(self, row: int, detail: str) -> None:
-        log.error("child row=%d has no process: %s", row, detail)
 
 
 class Runtime:
@@ -316,7 +291,8 @@ class Runtime:
                 fence=lambda row, reason: supervisor.restart(self._names[row], reason),
                 wake=wake,
             )
-            supervisor.add_timer(SWEEP_S, lambda: self._turn(janitor, wake))
+            self.board.sweep = partial(self._turn, janitor, wake)
+            supervisor.add_timer(SWEEP_S, self.board.sweep)
             self._health_server.start()
             try:
                 return supervisor.run()

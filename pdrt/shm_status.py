@@ -367,7 +367,7 @@ class StatusTable:
     ) -> bool:
         """Apply an event.  True if the room is now where the event leads; False if it is over,
         stale or the event does not apply (all normal, law 1).  `owner` becomes the process whose
-        death ends the room."""
+        death ends the room; a room that moves is nobody's to take over."""
         if not 0 <= slot < self.rooms_max:
             return False
         at = self._slots + slot * SLOT_BYTES
@@ -382,6 +382,9 @@ class StatusTable:
             step = steps[word & STATE_MASK]
             if step is None:
                 return False
+            if owner is not None and word & STATE_MASK == KVPoll.Transferring:
+                if (word ^ fixed) & OWNER_BITS:
+                    return False
             low_bits, timeout_ms = step
             new = low_bits | fixed | (word & kept)
             if timeout_ms:

@@ -1094,3 +1094,15 @@ def test_a_beat_is_a_pulse_and_a_time(pair: list[StatusTable]) -> None:
 
 def test_mmap_of_the_whole_table_is_page_aligned() -> None:
     assert HEADER_BYTES % mmap.PAGESIZE == 0
+
+
+@pytest.mark.parametrize("other", [THEM, US._replace(incarnation=US.incarnation + 1)])
+def test_a_room_that_moves_cannot_be_taken_over(table: StatusTable, other: Owner) -> None:
+    room = table.open(1, 0, now_ns=NOW)
+    at = room.slot, room.generation
+    table.move(*at, Event.PEER_KNOWN, now_ns=NOW)
+    assert table.move(*at, Event.CHUNK_POSTED, now_ns=NOW, owner=US)
+    before = table.read(*at)
+    assert not table.move(*at, Event.CHUNK_POSTED, now_ns=NOW, owner=other)
+    assert table.read(*at) == before
+    assert table.move(*at, Event.CHUNK_POSTED, now_ns=NOW, owner=US)

@@ -117,11 +117,16 @@ class TransferWorker:
                 self._table.count(Counter.LATE)
 
     def _room(self, room: int, slot: int, generation: int) -> Room | None:
-        """Our record of an open room, made on first mention; None if the room is over."""
+        """Our record of an open room, made on first mention; None if the room is over.
+
+        So is one that our dead predecessor moved: its bytes may still land, and nobody who begins
+        anew could say when they have.  The sweep ends it."""
         known = self._rooms.get(slot)
         if known is not None and known.handle.generation == generation:
             return known
-        if self._table.state(slot, generation) not in OPEN:
+        word = self._table.read(slot, generation)
+        moving = word is not None and word.state is KVPoll.Transferring
+        if word is None or word.state not in OPEN or (moving and word.owner != self._table.me):
             self._table.count(Counter.LATE)
             return None
         # A live newer generation in the slot proves the older room quiet and cleared.

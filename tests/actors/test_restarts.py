@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pdrt.actors.decode_listener import DecodeListener
+from pdrt.actors.transfer import TransferWorker
 from pdrt.protocol.messages import OLDEST, VERSION, Abort, AbortTaken, DestinationTaken, HelloReply
 from pdrt.protocol.states import KVPoll, Reason
-from tests.actors.test_world import succeeds, until_state, until_verdict, verdict
+from tests.actors.test_world import moving, succeeds, until_state, until_verdict, verdict
 from tests.actors.world import World
 
 
@@ -123,3 +124,26 @@ def test_a_late_answer_of_an_old_listener_keeps_no_room_from_its_prefill(world: 
     world.both(2)
     assert until_verdict(world, 2, "prefill", "decode0", within_ms=500) < 200
     assert verdict(world, "decode0", 2) is KVPoll.Success
+
+
+@pytest.mark.parametrize("sweeps", [True, False])
+def test_a_successor_never_goes_on_with_a_room_that_the_dead_worker_moved(
+    world: World, sweeps: bool
+) -> None:
+    """It is there before anybody has swept, and the engine sends it every chunk again.  Its own
+    bytes would be right, and Success too soon: the dead one's may land after it."""
+    moving(world)
+    tree = world.trees["prefill"]
+    tree.sweeps = sweeps
+    tree.kill("worker0", again_ms=1)
+    world.run(40)
+    worker = tree.processes["worker0"].actor
+    assert isinstance(worker, TransferWorker)
+    world.run(30)
+    assert not worker._rooms
+    assert verdict(world, "decode0", 1) is not KVPoll.Success
+    tree.sweeps = True
+    until_verdict(world, 1, "prefill", "decode0")
+    assert world.job("prefill", 1).reason is Reason.WORKER_DIED
+    assert verdict(world, "decode0", 1) is KVPoll.Failed
+    succeeds(world, 2)

@@ -48,6 +48,7 @@ class Wire:
                 self._ip(end, f"addr add {ADDRESS[end]}/30 dev veth-{end}")
                 self._ip(end, f"link set veth-{end} up")
                 self._ip(end, "link set lo up")
+            wait_until(self._is_up, 5, "the cable to carry")
             self.mend()
         except BaseException:
             self.close()
@@ -71,6 +72,12 @@ class Wire:
     def command(self, end: str) -> list[str]:
         """What to put before a command so that it runs at that end."""
         return ["nsenter", "-t", str(self._pid(end)), "-U", "-n", "-m", "--preserve-credentials"]
+
+    def _is_up(self) -> bool:
+        """The kernel looks at a new link a moment later; until then it has no route."""
+        reads = [[*self.command(e), "cat", f"/sys/class/net/veth-{e}/operstate"] for e in ENDS]
+        states = [subprocess.run(r, capture_output=True, text=True).stdout.strip() for r in reads]
+        return states == ["up", "up"]
 
     def _ip(self, end: str, arguments: str) -> None:
         command = [*self.command(end), "ip", *arguments.split()]

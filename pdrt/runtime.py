@@ -59,6 +59,7 @@ from pdrt.supervision import ChildSpec
 from pdrt.supervisor import Supervisor
 
 SWEEP_S = 0.05
+STANDBY_HANG_S = 1.0  # four of its beats
 SILENT_S = 2.5  # an engine in one long forward may beat as rarely; an actor is killed long before
 ENGINE_ROW = FIRST_ENGINE_ROW  # of the built-in engine; foreign ones follow
 
@@ -211,9 +212,9 @@ class Runtime:
                 args=(self._boot, *args),
                 row=row,
                 stands_for=tuple(stands_for),
+                hang_s=STANDBY_HANG_S if stands_for else timeouts.hang_s,
                 ready_s=timeouts.ready_s,
                 shutdown_s=timeouts.shutdown_s,
-                hang_s=timeouts.hang_s,
             )
 
         specs = [actor("listener", LISTENER_ROW, run_listener)]

@@ -38,7 +38,7 @@ LISTENER_STANDBY_ROW, WORKER_STANDBY_ROW = 3, 4
 WORKERS_MAX, ENGINES_MAX = 40, 8
 WORKER = "worker"  # and its rank: the name of a worker's child
 FETCH_TIMEOUT_S = 1.0
-STANDBY_BEAT_S = 0.05
+STANDBY_BEAT_S = 0.25  # nobody waits for it, and every wake-up costs an idle tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +198,7 @@ def run_worker(boot: Boot, rank: int, spare: NixlTransport | None = None) -> Non
         timeouts=boot.settings.timeouts,
         clock=monotonic_ns,
         wake=wake,
+        listener_row=LISTENER_ROW,
     )
     try:
         _run(worker, mailbox, table, wake)

@@ -69,9 +69,12 @@ class TransferWorker:
         timeouts: Timeouts,
         clock: Clock,
         wake: Callable[[int], None],
+        listener_row: int,
     ) -> None:
         """`transports`: name -> (opened transport, its metadata).  `wake(row)` nudges an engine.
-        The mailbox has a link named "listener"."""
+        The mailbox has a link named "listener", whose process has `listener_row`."""
+        self._listener_row = listener_row
+        self._listener = 0  # incarnation that was told last that we are up
         self._region = region
         self._write_pages_max = max(1, WRITE_BYTES_MAX // region.page_bytes)
         self._clock = clock  # a write may copy for long before it returns
@@ -373,8 +376,9 @@ class TransferWorker:
                 self._check(room, now_ns)
             self._news.repeat(now_ns)
             self._paths.let_go([room.path for room in self._active.values()])
-        if now_ns - self._announced_ns >= ANNOUNCE_NS:
-            self._announced_ns = now_ns
+        listener = self._table.incarnation(self._listener_row)
+        if now_ns - self._announced_ns >= ANNOUNCE_NS or listener not in (0, self._listener):
+            self._announced_ns, self._listener = now_ns, listener or self._listener
             up = WorkerUp(self._region.rank, self._table.me.incarnation, self._offers)
             self._mailbox.post(LISTENER, up)
         if moved:

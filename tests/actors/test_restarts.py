@@ -147,3 +147,15 @@ def test_a_successor_never_goes_on_with_a_room_that_the_dead_worker_moved(
     assert world.job("prefill", 1).reason is Reason.WORKER_DIED
     assert verdict(world, "decode0", 1) is KVPoll.Failed
     succeeds(world, 2)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode0"])
+def test_a_new_listener_hears_of_its_workers_at_once(world: World, side: str) -> None:
+    """Not when they next say by themselves that they are up, every 250 ms."""
+    succeeds(world, 0)
+    for room in range(1, 5):
+        world.run(300 + 70 * room)
+        world.trees[side].kill("listener", again_ms=1)
+        world.both(room)
+        assert until_verdict(world, room, "prefill", "decode0") < 150
+        assert verdict(world, "decode0", room) is KVPoll.Success

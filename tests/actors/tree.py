@@ -234,6 +234,7 @@ class Tree:
             timeouts=self.shape.timeouts,
             clock=self.clock,
             wake=lambda row: None,
+            listener_row=self.row("listener"),
         )
 
     def kill(self, name: str, *, again_ms: int | None = None) -> None:

@@ -41,6 +41,18 @@ UCX_DEFAULTS = {
 }
 
 
+#: Field of `Timeouts` -> its flag, of those that have one.
+TIMEOUT_FLAGS = {
+    "bootstrap_s": "bootstrap_timeout",
+    "waiting_s": "waiting_timeout",
+    "stall_s": "transfer_stall_timeout",
+    "queue_s": "queue_timeout",
+    "quiet_s": "quiet_timeout",
+    "drain_s": "drain_timeout",
+    "peer_s": "peer_timeout",
+}
+
+
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     """All in seconds.  The first three are deadlines of room states; progress renews the third.
 
@@ -130,9 +142,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for name in Timeouts.__struct_fields__:
             # Shorter than the table's millisecond would read as no deadline at all; neither is NaN.
             if not 0.001 <= getattr(self.timeouts, name) <= TIMEOUT_MAX_S:
-                raise BadConfig(
-                    f"--{name.replace('_', '-')} must be from 0.001 to {TIMEOUT_MAX_S} seconds"
-                )
+                flag = TIMEOUT_FLAGS.get(name, name).replace("_", "-")
+                raise BadConfig(f"--{flag} must be from 0.001 to {TIMEOUT_MAX_S} seconds")
         hang_s = min(self.timeouts.hang_s, self.timeouts.quiet_s * HANG_PART)
         if hang_s < HANG_MIN_S:
             given = f"--quiet-timeout {self.timeouts.quiet_s:g}, --hang-s {self.timeouts.hang_s:g}"

@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdrt.config import Settings, Timeouts, cache_folder, default_environment, environment_with
+from pdrt.config import (
+    TIMEOUT_FLAGS,
+    Settings,
+    Timeouts,
+    cache_folder,
+    default_environment,
+    environment_with,
+)
 from pdrt.errors import BadConfig
 
 
@@ -51,7 +58,8 @@ def test_a_bad_value_is_refused_by_the_name_of_its_flag(
 @pytest.mark.parametrize("name", Timeouts.__struct_fields__)
 @pytest.mark.parametrize("value", [0.0, -1.0, 0.0005, 1e7, math.nan, math.inf])
 def test_a_time_that_would_be_no_deadline_is_refused(name: str, value: float) -> None:
-    with pytest.raises(BadConfig, match=f"--{name.replace('_', '-')} must be from 0.001"):
+    flag = TIMEOUT_FLAGS.get(name, name).replace("_", "-")
+    with pytest.raises(BadConfig, match=f"--{flag} must be from 0.001"):
         Settings(role="prefill", timeouts=Timeouts(**{name: value}))
 
 

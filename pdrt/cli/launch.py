@@ -160,28 +160,20 @@ class Flags:
 
 
 PORTS = {"prefill": 30000, "decode": 30001}
-TIMEOUT_FIELDS = {
-    "bootstrap_timeout": "bootstrap_s",
-    "waiting_timeout": "waiting_s",
-    "transfer_stall_timeout": "stall_s",
-    "queue_timeout": "queue_s",
-    "quiet_timeout": "quiet_s",
-    "drain_timeout": "drain_s",
-    "peer_timeout": "peer_s",
-}
-NOT_SETTINGS = {"ib_device", "enable_metrics", "config", *TIMEOUT_FIELDS}
+NOT_SETTINGS = {"ib_device", "enable_metrics", "config"}
 
 
 def settings_from(role: str, flags: Flags) -> Settings:
     """Raises BadConfig."""
-    from pdrt.config import Settings, Timeouts, sglang_timeouts
+    from pdrt.config import TIMEOUT_FLAGS, Settings, Timeouts, sglang_timeouts
 
     if flags.ib_device and flags.transport != "nixl":
         raise BadConfig(f"--ib-device {flags.ib_device}: --transport {flags.transport} has none")
-    values = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in NOT_SETTINGS}
+    others = NOT_SETTINGS | set(TIMEOUT_FLAGS.values())
+    values = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in others}
     values["port"] = PORTS[role] if flags.port is None else flags.port
     values["devices"] = tuple(part for part in flags.devices.split(",") if part)
-    given = {name: getattr(flags, flag) for flag, name in TIMEOUT_FIELDS.items()}
+    given = {name: getattr(flags, flag) for name, flag in TIMEOUT_FLAGS.items()}
     told = {name: seconds for name, seconds in given.items() if seconds is not None}
     return Settings(role=role, timeouts=Timeouts(**{**sglang_timeouts(), **told}), **values)
 

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from pdrt.cli.launch import TIMEOUT_FIELDS, Flags, settings_from
-from pdrt.config import Timeouts, authority, environment_with, is_loopback, ucx_environment
+from pdrt.cli.launch import Flags, settings_from
+from pdrt.config import (
+    TIMEOUT_FLAGS,
+    Timeouts,
+    authority,
+    environment_with,
+    is_loopback,
+    ucx_environment,
+)
 from pdrt.errors import BadConfig
 
 
@@ -45,7 +52,7 @@ def test_every_timeout_flag_reaches_its_timeout() -> None:
 
 def test_the_help_of_a_timeout_tells_its_default() -> None:
     text = launch("--help").stdout
-    for given, name in TIMEOUT_FIELDS.items():
+    for name, given in TIMEOUT_FLAGS.items():
         _, _, after = text.partition(f"--{given.replace('_', '-')} ")
         assert f"[{getattr(Timeouts(), name):g}]" in after.partition(" --")[0], given
 

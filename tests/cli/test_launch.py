@@ -89,7 +89,7 @@ def test_flags_and_our_variables_win_over_sglangs(monkeypatch: pytest.MonkeyPatc
     told = settings_from("prefill", Flags(bootstrap_timeout=60, peer_timeout=3)).timeouts
     assert (told.bootstrap_s, told.waiting_s, told.peer_s) == (60, 100, 3)
     done = launch(PDRT_WAITING_TIMEOUT="0", **{f"{SGLANG}WAITING_TIMEOUT": "100"})
-    assert "bad_config: --waiting-s" in done.stderr
+    assert "bad_config: --waiting-timeout" in done.stderr
 
 
 @pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "inf", "1e9"])

@@ -108,4 +108,4 @@ main()
 def test_a_bad_value_is_named_as_the_roles_would_name_it() -> None:
     done = verify("--waiting-timeout", "0")
     assert done.returncode == 2
-    assert "bad_config: --waiting-s" in done.stderr
+    assert "bad_config: --waiting-timeout" in done.stderr

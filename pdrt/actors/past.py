@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from pdrt.clock import MILLISECOND_NS, SECOND_NS
 from pdrt.protocol.messages import Abort, AbortTaken, Destination, Expect, Landed
-from pdrt.protocol.states import Reason
+from pdrt.protocol.states import Reason, told_by_peer
 from pdrt.shm_status import Handle
 
 MEMORY_MAX = 65536  # of each kind
@@ -35,6 +35,14 @@ V = TypeVar("V")
 
 def theirs_of(message: Destination | Expect | Abort | AbortTaken) -> Theirs:
     return message.instance, message.slot, message.generation
+
+
+class GivenUp(NamedTuple):
+    """A decode's end of a room that is still to be opened here."""
+
+    until_ns: int
+    theirs: Theirs
+    reason: Reason
 
 
 @dataclass(slots=True)
@@ -79,7 +87,7 @@ class Past:
         self._early_until_ns: dict[Key, int] = {}
         self._early_bytes = 0  # at most so many, since `drop_unasked` counted them last
         self.asked: OrderedDict[Key, Expect] = OrderedDict()  # likewise
-        self._given_up: OrderedDict[Key, tuple[int, Theirs]] = OrderedDict()  # until when, who
+        self._given_up: OrderedDict[Key, GivenUp] = OrderedDict()
 
     @property
     def full(self) -> bool:
@@ -151,12 +159,13 @@ class Past:
         self.remember(self.over, theirs, over)
         if not opened:
             self._given_up.pop(key, None)
-            self.remember(self._given_up, key, (now_ns + self._give_up_ns, theirs))
+            end = GivenUp(now_ns + self._give_up_ns, theirs, told_by_peer(abort.reason))
+            self.remember(self._given_up, key, end)
 
-    def take_given_up(self, key: Key, now_ns: int) -> Theirs | None:
-        """Who gave up the room that has just been opened here."""
-        until_ns, theirs = self._given_up.pop(key, (0, NOBODY))
-        return theirs if now_ns < until_ns else None
+    def take_given_up(self, key: Key, now_ns: int) -> GivenUp | None:
+        """Who gave up the room that has just been opened here, and why."""
+        end = self._given_up.pop(key, None)
+        return end if end is not None and now_ns < end.until_ns else None
 
     def keep_unclaimed(self, room: Room, now_ns: int) -> None:
         """A room that failed before a decode asked for it; one will."""

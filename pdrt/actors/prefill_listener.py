@@ -176,8 +176,8 @@ class PrefillListener:
         if early is not None:
             self._match(room, early, now_ns)
         elif (given_up := past.take_given_up(room.key, now_ns)) is not None:
-            room.theirs = given_up
-            self._fault(room, Reason.PEER_ABORTED, now_ns, tell=False)
+            room.theirs = given_up.theirs
+            self._fault(room, given_up.reason, now_ns, tell=False)
 
     def _on_destination(self, sender: Address, destination: Destination, now_ns: int) -> None:
         decode = self._decodes.get(destination.instance)

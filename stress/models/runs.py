@@ -1,0 +1,114 @@
+"""What is verified, as data: which model, which part of its world, which guard taken away."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Run:
+    model: str
+    name: str
+    defines: tuple[str, ...]
+    ltl: str = ""  # a claim of the model, checked under weak fairness; without one, its assertions
+    is_mutant: bool = False
+    quick: bool = False
+    large: bool = False  # worth an optimised verifier
+
+
+def holds(
+    model: str, name: str, *defines: str, ltl: str = "", quick: bool = False, large: bool = True
+) -> Run:
+    return Run(model, name, defines, ltl, quick=quick, large=large)
+
+
+def mutants(
+    model: str, *defines: str, of: tuple[str, ...], ltl: str = "", quick: tuple[str, ...] = ()
+) -> tuple[Run, ...]:
+    """The same world with one guard less, once for each."""
+    return tuple(
+        Run(model, f"mutant {mutant}", (*defines, mutant), ltl, True, mutant in quick, bool(ltl))
+        for mutant in of
+    )
+
+
+WORD, TREE, SIDES = "room_word.pml", "supervisor.pml", "two_sides.pml"
+NOBODY_DIES = ("TIMELESS", "CRASHES=0", "ENGINE_CRASHES=0")
+CALM = ("CALM", "ROOMS=1", "CRASHES=0", "ENGINE_CRASHES=0")  # but a frozen peer is a forced fence
+ENGINE_DIES = ("CALM", "ROOMS=1", "CRASHES=0")
+WORKER_DIES = ("CALM", "ROOMS=1", "ENGINE_CRASHES=0")
+FAILING = ("FAILURES=2", "DEATHS_MAX=1")  # one more than the tree puts up with
+CRASH_LOOP = ("FAILURES=255", "DEATHS_MAX=1", "STUCK=0", "NO_CLIENT")
+ONE_ROOM = ("ROOMS=1", "ABORTS=0")
+FROZEN = ("ROOMS=1", "ABORTS=0", "RESTARTS=0", "REPEATS=0", "LOSSES=0", "FREEZES")
+BY_MESSAGES = ("PATIENT", "ROOMS=1", "REPEATS=0")
+
+RUNS: tuple[Run, ...] = (
+    # the room word
+    holds(WORD, "two rooms, forced fences", *NOBODY_DIES),
+    holds(WORD, "two rooms, the worker dies", "TIMELESS", "ENGINE_CRASHES=0"),
+    holds(WORD, "two rooms, the engine dies", "TIMELESS", "CRASHES=0"),
+    holds(WORD, "one room, both die", "TIMELESS", "ROOMS=1"),
+    *mutants(
+        WORD,
+        *NOBODY_DIES,
+        of=("NO_GENERATION", "BLIND_STORE", "REUSE_ON_VERDICT", "POST_BEFORE_MOVE", "SWEEP_EARLY"),
+        quick=("NO_GENERATION", "REUSE_ON_VERDICT"),
+    ),
+    *mutants(WORD, "TIMELESS", "ROOMS=1", "ENGINE_CRASHES=0", of=("ADOPT",), quick=("ADOPT",)),
+    holds(WORD, "a frozen peer", *CALM, ltl="every_room_ends"),
+    holds(WORD, "a frozen peer, the worker dies", *WORKER_DIES, ltl="every_room_ends"),
+    holds(WORD, "a frozen peer, the engine dies", *ENGINE_DIES, ltl="every_room_ends"),
+    *mutants(WORD, *CALM, of=("NO_DEADLINE", "NO_FORCED_FENCE"), ltl="every_room_ends"),
+    *mutants(WORD, *ENGINE_DIES, of=("NO_DISCARD",), ltl="every_room_ends"),
+    # the supervisor
+    holds(TREE, "four failures", "FAILURES=4"),
+    holds(TREE, "three failures", "FAILURES=3"),
+    *mutants(
+        TREE,
+        "FAILURES=3",
+        of=("PROMOTE_EARLY", "TWIN", "NO_LIMIT", "NO_GROUP", "CHILD_OWNS_SOCKET"),
+        quick=("PROMOTE_EARLY", "NO_LIMIT"),
+    ),
+    holds(TREE, "two failures", *FAILING, ltl="settles"),
+    holds(TREE, "two failures", *FAILING, ltl="served"),
+    *mutants(TREE, *FAILING, of=("NO_HANG_CHECK", "NO_RESTART"), ltl="settles"),
+    *mutants(TREE, *CRASH_LOOP, of=("NO_LIMIT",), ltl="settles"),
+    # both sides
+    holds(SIDES, "a restart of decode", *ONE_ROOM, "RESTARTS=0", "DECODE_RESTARTS=1"),
+    holds(SIDES, "a restart of prefill", *ONE_ROOM, "LOSSES=0", "REPEATS=0"),
+    holds(SIDES, "a restart of prefill, repeats", *ONE_ROOM, "LOSSES=0", "REPEATS=1"),
+    holds(SIDES, "losses and repeats", *ONE_ROOM, "RESTARTS=0", quick=True),
+    *mutants(
+        SIDES,
+        *ONE_ROOM,
+        "LOSSES=0",
+        "REPEATS=0",
+        of=(
+            "REUSE_ON_VERDICT",
+            "QUIET_OF_UNKNOWN",
+            "QUIET_UNFENCED",
+            "LANDED_EARLY",
+            "ANY_EPOCH",
+        ),
+        quick=("REUSE_ON_VERDICT", "LANDED_EARLY"),
+    ),
+    holds(SIDES, "a frozen wire", *FROZEN, ltl="every_room_ends"),
+    *mutants(
+        SIDES,
+        *FROZEN,
+        of=("NO_DEADLINE", "NO_FORCED_FENCE"),
+        ltl="every_room_ends",
+    ),
+    holds(SIDES, "by messages alone, an abort", *BY_MESSAGES, ltl="every_room_ends"),
+    holds(SIDES, "by messages alone", *BY_MESSAGES, "ABORTS=0", ltl="delivered", quick=True),
+    *mutants(
+        SIDES,
+        *BY_MESSAGES,
+        "ABORTS=0",
+        of=("FORGET_DESTINATION", "FORGET_LANDED"),
+        ltl="delivered",
+        quick=("FORGET_DESTINATION",),
+    ),
+    *mutants(SIDES, *BY_MESSAGES, of=("FORGET_ABORT",), ltl="every_room_ends"),
+)

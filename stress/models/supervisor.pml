@@ -1,0 +1,249 @@
+/* THE SUPERVISOR: two children, one standby for both, and the limit on restarts.
+ *
+ * Stands for pdrt/supervisor.py (`_launch`, `_promote`, `_tend`, `_bury`, `_after_death`,
+ * `_restart_or_escalate`), pdrt/children.py (`standby_for`) and pdrt/supervision.py (`Phase`,
+ * `restarts_allowed`).  Child 1 is the listener, child 2 a worker, child 3 the standby.
+ *
+ * The supervisor is one thread, and each of its steps here is one of its own; processes live, hang
+ * and die between any two of them.  SIGKILL may never work (stuck in a driver).  All deaths fall
+ * into one period, which is the hard case; TIME lets the oldest leave it.
+ *
+ * Safe:  at most one process acts as a child at a time, helpers it forked included; a process is
+ *        promoted or launched only when its predecessor is buried; no connect is ever refused;
+ *        no more than deaths_max restarts fall within a period.
+ * Live:  a dead child comes back, or the tree escalates, or the child that cannot be killed is
+ *        reported; and who connected is served in the first case.
+ *
+ * Mutants (-D): PROMOTE_EARLY TWIN NO_LIMIT NO_GROUP CHILD_OWNS_SOCKET, live: NO_HANG_CHECK NO_RESTART
+ */
+
+#ifndef DEATHS_MAX
+#define DEATHS_MAX 2
+#endif
+#ifndef STUCK
+#define STUCK 1 /* may SIGKILL fail? */
+#endif
+#define PROCESSES 4
+#define CHILDREN 3
+#define LISTENER 1
+#define STANDBY 3
+
+/* Phase.  STOPPING is left out: a stop is not a restart. */
+#define IDLE 0
+#define STARTING 1
+#define UP 2
+#define KILLED 3
+#define BURYING 4
+#define BACKOFF 5
+#define DONE 6
+#define QUARANTINED 7
+
+/* a process */
+#define ABSENT 0
+#define LOADING 1 /* or a standby that was promoted and has yet to say that it is ready */
+#define READY 2
+#define DEAD 3    /* its pidfd fired; what it forked may still be there */
+
+byte phase[CHILDREN + 1];
+byte process[CHILDREN + 1];   /* of a child, 0 none */
+bool been_up[CHILDREN + 1];
+byte deaths;                  /* within the period; saturates one above what matters */
+bool escalated;
+
+byte condition[PROCESSES + 1];
+byte acts_as[PROCESSES + 1];  /* which child the process takes itself for */
+byte promotion[PROCESSES + 1];/* in its pipe: the child it is to become */
+bool hung[PROCESSES + 1], stuck[PROCESSES + 1], helper[PROCESSES + 1], kill_sent[PROCESSES + 1];
+
+bool backlog, refused;        /* somebody connects; nobody held the socket when he did */
+
+#define PRESENT(p) (condition[p] == LOADING || condition[p] == READY || helper[p])
+#define ACTS(p, c) (PRESENT(p) && acts_as[p] == (c))
+#define ACTING(c) (ACTS(1, c) + ACTS(2, c) + ACTS(3, c) + ACTS(4, c))
+#define AWAY(c) (phase[c] == DONE || phase[c] == QUARANTINED)
+
+inline launch(c, p) /* children.launch: a new process, LOADING */
+{
+    if
+    :: condition[1] == ABSENT -> p = 1
+    :: else ->
+        if
+        :: condition[2] == ABSENT -> p = 2
+        :: else ->
+            if
+            :: condition[3] == ABSENT -> p = 3
+            :: else -> p = 4; assert(condition[4] == ABSENT)
+            fi
+        fi
+    fi;
+    condition[p] = LOADING; acts_as[p] = c; process[c] = p;
+    assert(c == STANDBY || ACTING(c) == 1)
+}
+
+#define ANSWERS(c) (phase[c] == UP && process[c] && !hung[process[c]])
+
+inline begin(c) /* Supervisor._launch and _promote */
+{
+    atomic {
+        if
+        :: c != STANDBY && ANSWERS(STANDBY) ->
+            p = process[STANDBY];
+            process[c] = p; process[STANDBY] = 0; promotion[p] = c;
+            condition[p] = (condition[p] == READY -> LOADING : condition[p]); /* row not ready now */
+            phase[STANDBY] = BACKOFF
+        :: else -> launch(c, p)
+        fi;
+        phase[c] = STARTING; p = 0
+    }
+}
+
+inline die(p) { condition[p] = DEAD; promotion[p] = 0 }
+
+inline after_death(c) /* _after_death, _restart_or_escalate */
+{
+    if
+    :: c == STANDBY -> phase[c] = BACKOFF  /* it failed nobody */
+    :: c != STANDBY && !been_up[c] -> phase[c] = DONE; escalated = true  /* StartFailed */
+    :: c != STANDBY && been_up[c] ->
+        deaths = (deaths <= DEATHS_MAX -> deaths + 1 : deaths);
+#ifdef NO_LIMIT
+        phase[c] = BACKOFF
+#elif defined(NO_RESTART)
+        phase[c] = DONE
+#else
+        if
+        :: deaths <= DEATHS_MAX -> phase[c] = BACKOFF
+        :: else -> phase[c] = DONE; escalated = true
+        fi
+#endif
+    fi
+}
+
+#ifdef NO_GROUP
+#define GROUP_EMPTY(p) true
+#else
+#define GROUP_EMPTY(p) (!helper[p])
+#endif
+
+inline tend(c) /* one turn for one child: _on_exit, then _tend, then a launch that is due */
+{
+    atomic {
+        p = process[c];
+        if
+        :: p && condition[p] == DEAD && GROUP_EMPTY(p) ->          /* _bury */
+            condition[p] = ABSENT; promotion[p] = 0; hung[p] = false; stuck[p] = false;
+            kill_sent[p] = false;
+#ifndef NO_GROUP
+            acts_as[p] = 0;
+#endif
+            process[c] = 0;
+            after_death(c)
+        :: p && condition[p] == DEAD && !GROUP_EMPTY(p) ->         /* what it forked has to go */
+            phase[c] = BURYING; kill_sent[p] = true
+        :: p && condition[p] == READY && phase[c] == STARTING && !promotion[p] -> /* _rise */
+            phase[c] = UP; been_up[c] = true
+#ifndef NO_HANG_CHECK
+        :: p && condition[p] != DEAD && hung[p] && (phase[c] == STARTING || phase[c] == UP) ->
+            phase[c] = KILLED; kill_sent[p] = true                 /* silent, or not ready in time */
+#endif
+#ifdef PROMOTE_EARLY
+        :: p && phase[c] == KILLED && c != STANDBY && ANSWERS(STANDBY) ->  /* why wait? */
+            phase[c] = BACKOFF
+#endif
+        :: p && phase[c] == KILLED && stuck[p] && condition[p] != DEAD ->  /* late: _quarantine */
+            phase[c] = QUARANTINED
+#ifdef TWIN
+        :: p && phase[c] == QUARANTINED && c != STANDBY -> phase[c] = BACKOFF
+#endif
+        :: else
+        fi;
+        p = 0
+    }
+    if
+    :: phase[c] == BACKOFF && !escalated ->
+        assert(c == STANDBY || deaths <= DEATHS_MAX);              /* never without a bound */
+        begin(c)
+    :: else
+    fi
+}
+
+active proctype Supervisor()
+{
+    byte p;
+    /* start: each once the one before it is ready, the standby without waiting */
+    begin(1);
+    do
+    :: phase[1] != UP && !been_up[1] && !AWAY(1) -> tend(1)
+    :: else -> break
+    od;
+    if
+    :: !escalated && been_up[1] -> begin(2); begin(3)
+    :: else
+    fi;
+end:
+    do
+    :: escalated -> break                                          /* then it stops them all */
+    :: !escalated && been_up[1] -> tend(1); tend(2); tend(3)
+    :: !escalated && !been_up[1] -> tend(1)                        /* quarantined in its start */
+    od
+}
+
+/* What a process does by itself.  `dies` is how often a process of the tree may still fail for no
+ * reason; 255 is for ever. */
+#ifndef FAILURES
+#define FAILURES 4
+#endif
+byte failures = FAILURES;
+#if FAILURES == 255
+#define SPEND
+#else
+#define SPEND failures--;
+#endif
+
+proctype Process(byte me)
+{
+    do
+    :: atomic { condition[me] == LOADING && !hung[me] && !kill_sent[me] && !promotion[me] ->
+        condition[me] = READY }
+    :: atomic { promotion[me] && !hung[me] && !kill_sent[me] &&    /* it reads its pipe */
+        condition[me] != DEAD && condition[me] != ABSENT ->
+        acts_as[me] = promotion[me]; promotion[me] = 0;
+        assert(ACTING(acts_as[me]) == 1) }
+    :: atomic { condition[me] == READY && acts_as[me] == LISTENER && !hung[me] && backlog ->
+        backlog = false }                                          /* it accepts */
+    :: atomic { failures && (condition[me] == LOADING || condition[me] == READY) && !kill_sent[me] ->
+        SPEND
+        if
+        :: die(me)
+        :: helper[me] = true; die(me)                              /* and leaves a child behind */
+        :: !hung[me] -> hung[me] = true
+        :: STUCK && !hung[me] -> hung[me] = true; stuck[me] = true
+        fi }
+    :: atomic { kill_sent[me] && condition[me] != DEAD && condition[me] != ABSENT && !stuck[me] ->
+        die(me) }                                                  /* SIGKILL arrives, in its time */
+    :: atomic { kill_sent[me] && helper[me] -> helper[me] = false }
+    od
+}
+
+init { atomic { run Process(1); run Process(2); run Process(3); run Process(4)
+#ifndef NO_CLIENT
+    ; run Client()
+#endif
+} }
+
+proctype Client()
+{
+    do
+    :: atomic { !backlog && been_up[1] && !escalated ->
+        backlog = true;
+#ifdef CHILD_OWNS_SOCKET /* it is closed with the child that opened it */
+        refused = (ACTING(LISTENER) == 0);
+#endif
+        assert(!refused) }
+    od
+}
+
+#define REPORTED (phase[1] == QUARANTINED || phase[2] == QUARANTINED || phase[3] == QUARANTINED)
+
+ltl settles { <>[] (escalated || REPORTED || (phase[1] == UP && phase[2] == UP)) }
+ltl served { [] (backlog -> <> (!backlog || escalated || REPORTED)) }

@@ -109,7 +109,7 @@ def request(
         raise AttachFailed(f"no socket to ask {address} with: {error.strerror}") from None
     try:
         client.connect(_sockaddr(address))
-        client.send(msgspec.msgpack.encode(ask))
+        _send(client, msgspec.msgpack.encode(ask))
         reply, fds = _read_answer(client)
     except (OSError, msgspec.MsgspecError, BadConfig) as error:  # BadConfig: an impossible layout
         client.close()
@@ -138,7 +138,7 @@ class Asking:
         try:
             if not self._sent:  # a full backlog is an EAGAIN
                 self._client.connect(_sockaddr(self._address))
-                self._client.send(self._ask)
+                _send(self._client, self._ask)
                 self._sent = True
             reply, fds = _read_answer(self._client)
         except BlockingIOError:
@@ -165,9 +165,18 @@ def _client(timeout_s: float) -> socket.socket:
     return client
 
 
+def _send(client: socket.socket, ask: bytes) -> None:
+    """Whoever turns us away may have hung up already: what it said first is still to be read."""
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        client.send(ask)
+
+
 def _read_answer(client: socket.socket) -> tuple[AttachReply, list[int]]:
     """Raises OSError, MsgspecError, BadConfig; keeps no descriptor then."""
-    data, fds, flags, _ = socket.recv_fds(client, REPLY_BYTES_MAX, 260)
+    try:
+        data, fds, flags, _ = socket.recv_fds(client, REPLY_BYTES_MAX, 260)
+    except ConnectionResetError:  # closed with our request unread; its answer stands behind that
+        data, fds, flags, _ = socket.recv_fds(client, REPLY_BYTES_MAX, 260)
     try:
         if flags & socket.MSG_CTRUNC:  # some of them found no place here
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))

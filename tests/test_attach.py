@@ -505,3 +505,16 @@ def test_an_answer_that_is_none_leaves_no_descriptor_behind(answer: bytes) -> No
             with pytest.raises(AttachFailed, match="no pdrt runtime answers"):
                 asked.result()
     assert open_descriptors() == before
+
+
+def test_a_client_that_is_turned_away_before_it_asks_reads_why() -> None:
+    """Its request finds nobody, or is never read: either error stands before the answer."""
+    for asks_first in (True, False):
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            if asks_first:
+                attach._send(ours, b"request")
+            theirs.send(msgspec.msgpack.encode(AttachReply(error="full")))
+            theirs.close()
+            attach._send(ours, b"request")
+            assert attach._read_answer(ours)[0].error == "full"

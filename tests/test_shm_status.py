@@ -537,11 +537,12 @@ def test_a_write_that_comes_late_by_any_instruction_changes_nothing_of_a_newer_r
     raise AssertionError(f"{write} takes more than {STEPS_MAX} steps")
 
 
-def test_a_worker_that_takes_a_transfer_over_owns_it_alone(table: StatusTable) -> None:
+@pytest.mark.parametrize("owner", [US, THEM, Owner(128, 1), NOBODY])
+def test_the_worker_that_begins_a_transfer_owns_it(table: StatusTable, owner: Owner) -> None:
     handle = table.open(1, 0, now_ns=NOW)
     at = handle.slot, handle.generation
     bring(table, handle, KVPoll.WaitingForInput)
-    for number, owner in enumerate((US, THEM, Owner(128, 1), NOBODY)):
+    for number in range(3):
         now_ns = NOW + 100 + number
         assert table.move(*at, Event.CHUNK_POSTED, now_ns=now_ns, owner=owner)
         assert table.move(*at, Event.CHUNK_POSTED, now_ns=now_ns)

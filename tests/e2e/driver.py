@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,6 +89,19 @@ async def post(
 def rooms_of(member: Member) -> list[dict[str, Any]]:
     """Rooms in the member's table now."""
     return list(httpx.get(f"{member.supervisor_url}/rooms", timeout=5).json())
+
+
+@contextmanager
+def watching(member: Member, state: str) -> Iterator[Callable[[], bool]]:
+    """Asks whether a room of the member is in that state, fast: a room may be through in a moment,
+    and a client of its own for every question takes longer than that on a busy machine."""
+    with httpx.Client(base_url=member.supervisor_url, timeout=5) as client:
+
+        def seen() -> bool:
+            return any(room["state"] == state for room in client.get("/rooms").json())
+
+        seen()
+        yield seen
 
 
 def series(url: str) -> dict[str, float]:

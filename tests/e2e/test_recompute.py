@@ -13,7 +13,7 @@ import pytest
 
 from pdrt.cli.cluster import Cluster
 from tests.e2e.conftest import QUICK, StartCluster
-from tests.e2e.driver import Driver, Outcome, held, rooms_of, series, wait_idle
+from tests.e2e.driver import Driver, Outcome, held, series, wait_idle, watching
 from tests.e2e.test_crashes import child_pid, is_ready
 from tests.waiting import wait_until
 
@@ -48,13 +48,10 @@ async def texts_alone(cluster: Cluster, asked: list[dict[str, Any]]) -> list[str
 
 async def kill_in_transit(driver: Driver, cluster: Cluster, kill: Callable[[], None]) -> list[Any]:
     """Ask, kill once bytes of some room move, and return all outcomes."""
-    asked = asyncio.create_task(driver.ask_async(bodies(driver), COUNT))
-
-    def moving() -> bool:
-        return any(room["state"] == "Transferring" for room in rooms_of(cluster.prefill))
-
-    await asyncio.to_thread(wait_until, moving, 30, "bytes to move")
-    kill()
+    with watching(cluster.prefill, "Transferring") as moving:
+        asked = asyncio.create_task(driver.ask_async(bodies(driver), COUNT))
+        await asyncio.to_thread(wait_until, moving, 30, "bytes to move")
+        kill()
     return await asked
 
 

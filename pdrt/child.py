@@ -116,8 +116,10 @@ class Promotion:
 
     def wait(self, beat: Callable[[], object], period_s: float) -> str:
         """The name of that child.  Calls `beat` about every period_s until then."""
+        poller = select.poll()  # not select(): the pipe keeps the supervisor's number, over 1,023
+        poller.register(self._pipe, select.POLLIN)
         beat()
-        while not select.select([self._pipe], [], [], period_s)[0]:
+        while not poller.poll(period_s * 1000):
             beat()
         name = os.read(self._pipe.fd, 256).decode()
         os.close(self._pipe.fd)

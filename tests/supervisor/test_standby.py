@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import resource
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdrt import child
 from pdrt.clock import MILLISECOND_NS
 from pdrt.supervision import EXCUSED_MAX, ChildSpec, ChildState, Pulse, starved_ns
 from pdrt.supervisor import Phase, Supervisor
@@ -154,6 +157,22 @@ def test_a_promoted_standby_that_is_not_ready_is_killed_and_counts_as_a_death(
             supervisor, lambda: "not ready within 1 s" in state(supervisor, 0).cause, "blame"
         )
         assert state(supervisor, 0).restarts == 2
+
+
+def test_a_standby_may_wait_on_a_descriptor_of_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervisor with a thousand connections launches standbys too, and numbers are kept."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 2048)), hard))
+    monkeypatch.setattr(child, "_rename", lambda name: None)
+    theirs, ours = os.pipe()
+    try:
+        high = fcntl.fcntl(theirs, fcntl.F_DUPFD_CLOEXEC, 1100)
+        os.write(ours, b"listener")
+        assert child.Promotion(child.Descriptor(high)).wait(lambda: None, 0.01) == "listener"
+    finally:
+        os.close(theirs)
+        os.close(ours)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 # --- what counts as silence -----------------------------------------------------------------------

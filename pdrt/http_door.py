@@ -11,7 +11,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pdrt.doorkeeper import connections_max
+from pdrt.mail.doorkeeper import connections_max
 
 HEAD_S = 20.0  # from the first byte, or from the connect, to the end of a request's head
 REFUSAL = (

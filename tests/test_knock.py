@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdrt.clock import MILLISECOND_NS
-from pdrt.knock import CALLS_MAX, EVERY_NS, GONE_NS, Knocks
+from pdrt.mail.knock import CALLS_MAX, EVERY_NS, GONE_NS, Knocks
 from tests.waiting import wait_until
 
 

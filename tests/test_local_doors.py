@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from pdrt.actors.boot import local_door
-from pdrt.mailbox import Mailbox
+from pdrt.mail.mailbox import Mailbox
 from pdrt.protocol import codec
 from pdrt.protocol.messages import Ended
 from tests.waiting import wait_until

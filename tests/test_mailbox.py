@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import zmq
 
-from pdrt import mailbox as mailbox_module
 from pdrt.clock import MILLISECOND_NS, monotonic_ns
 from pdrt.errors import NoDescriptors, ProtocolError
-from pdrt.mailbox import (
+from pdrt.mail import mailbox as mailbox_module
+from pdrt.mail.mailbox import (
     FRAMES_A_TURN,
     HELD_MAX,
     LAZY_NS,
@@ -30,6 +30,8 @@ from pdrt.mailbox import (
     Envelope,
     Mailbox,
 )
+from pdrt.mail.silence import SILENT_MS
+from pdrt.mail.waiter import has_something
 from pdrt.protocol.codec import FRAME_BYTES_MAX, MAGIC, Malformed, encode, seal
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import (
@@ -40,8 +42,6 @@ from pdrt.protocol.messages import (
     PeerGone,
     Resync,
 )
-from pdrt.silence import SILENT_MS
-from pdrt.waiter import has_something
 from tests.test_waiter import Sleepless, has_signal
 from tests.waiting import wait_until
 

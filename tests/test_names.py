@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from pdrt.clock import SECOND_NS
-from pdrt.names import LOOK_NS, LOOKUPS_MAX, PAUSE_MAX_NS, Addresses, resolve, split
+from pdrt.mail.names import LOOK_NS, LOOKUPS_MAX, PAUSE_MAX_NS, Addresses, resolve, split
 from tests.waiting import wait_until
 
 TURN_NS = SECOND_NS // 20

@@ -21,10 +21,8 @@ ROOT = Path(__file__).parent.parent
 RANK = {  # a part may import only parts of a lower rank; equals never meet
     "errors": 0, "clock": 0,
     "protocol": 1, "config": 1, "supervision": 1, "child": 1, "loop": 1,  # need errors or clock
-    "names": 1, "silence": 1, "doorkeeper": 1, "waiter": 1,
-    "memory": 2, "shm_status": 2, "mailbox": 2, "children": 2, "attach": 2, "logs": 2,
-    "knock": 2, "http_door": 2,
-    "transports": 3, "metrics": 3, "supervisor": 3,
+    "memory": 2, "shm_status": 2, "mail": 2, "children": 2, "attach": 2, "logs": 2,
+    "transports": 3, "metrics": 3, "supervisor": 3, "http_door": 3,
     "actors": 4, "engine": 4, "health": 4, "board": 4,
     "runtime": 5,
     "serving": 6, "integrations": 6,
@@ -54,7 +52,7 @@ HOME = {  # each foreign library has one home; a folder ends in a slash
     "transformers": ["pdrt/serving/", "pdrt/integrations/"],
     "uvicorn": ["pdrt/serving/", "pdrt/health.py", "pdrt/http_door.py"],
     "vllm": ["pdrt/integrations/"],
-    "zmq": ["pdrt/mailbox.py", "pdrt/doorkeeper.py", "pdrt/waiter.py"],
+    "zmq": ["pdrt/mail/mailbox.py", "pdrt/mail/doorkeeper.py", "pdrt/mail/waiter.py"],
 }
 EVERYWHERE = {"msgspec", "numpy", "psutil", "structlog"}  # foreign, and welcome in any part
 
@@ -315,9 +313,9 @@ def plant(root: Path, files: dict[str, str]) -> Path:
 LONG_FUNCTION = "def long():\n" + "    x = 1\n" * FUNCTION_LINES_MAX
 
 PLANTED = [
-    (check_layers, "pdrt/mailbox.py", "from pdrt.actors.base import Actor", "rank 4"),
-    (check_layers, "pdrt/mailbox.py", "from pdrt import supervisor", "rank 2"),
-    (check_layers, "pdrt/mailbox.py", "import pdrt.shm_status", "rank 2"),
+    (check_layers, "pdrt/mail/mailbox.py", "from pdrt.actors.base import Actor", "rank 4"),
+    (check_layers, "pdrt/mail/mailbox.py", "from pdrt import supervisor", "rank 2"),
+    (check_layers, "pdrt/mail/mailbox.py", "import pdrt.shm_status", "rank 2"),
     (check_layers, "pdrt/actors/base.py", "from ..runtime import start", "rank 5"),
     (check_layers, "pdrt/actors/base.py", "from .. import engine", "rank 4"),
     (check_layers, "pdrt/actors/base.py", "def f():\n    import pdrt.engine.sender", "rank 4"),
@@ -325,7 +323,7 @@ PLANTED = [
     (check_layers, "pdrt/clock.py", "from pdrt import KVManager", "name the part"),
     (check_layers, "pdrt/clock.py", "import pdrt", "name the part"),
     (check_layers, "pdrt/helpers.py", "", "has no rank"),
-    (check_homes, "pdrt/supervisor.py", "import zmq", "belongs in pdrt/mailbox.py"),
+    (check_homes, "pdrt/supervisor.py", "import zmq", "belongs in pdrt/mail/mailbox.py"),
     (check_homes, "pdrt/actors/transfer.py", "import nixl_cu12._api", "pdrt/transports/nixl.py"),
     (check_homes, "pdrt/actors/transfer.py", "def f():\n    from torch import nn", "pdrt/serving/"),
     (check_homes, "pdrt/actors/transfer.py", "__import__('torch')", "pdrt/serving/"),
@@ -366,7 +364,7 @@ def test_honest_code_has_no_fault(tmp_path):
         "README.md": readme,
         "pdrt/__init__.py": "from pdrt.engine.manager import KVManager",
         "pdrt/engine/manager.py": "from pdrt.engine import sender\nfrom ..memory import aux",
-        "pdrt/mailbox.py": "import zmq, msgspec\nfrom pdrt.protocol.codec import decode",
+        "pdrt/mail/mailbox.py": "import zmq, msgspec\nfrom pdrt.protocol.codec import decode",
         "pdrt/config.py": "import os\nfrom pdrt.errors import BadConfig\nos.environ.get('A')",
         "pdrt/serving/model.py": "import torch\nfrom pdrt import engine, runtime",
         "pdrt/clock.py": "try:\n    f()\nexcept Exception:\n    log()\n    raise",

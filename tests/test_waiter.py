@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 import zmq
 
-from pdrt.waiter import Waiter, has_something
+from pdrt.mail.waiter import Waiter, has_something
 from tests.waiting import wait_until
 
 LONG_MS, WAIT_S = 60_000, 10.0

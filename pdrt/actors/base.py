@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, Clock
-from pdrt.mailbox import Address, Mailbox
+from pdrt.mail.mailbox import Address, Mailbox
 from pdrt.protocol.codec import Malformed
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import AnyMessage

@@ -22,9 +22,9 @@ from pdrt.child import Descriptor, Promotion
 from pdrt.clock import monotonic_ns
 from pdrt.config import Settings, default_environment, ucx_environment
 from pdrt.errors import AttachFailed
-from pdrt.knock import Knocks
 from pdrt.logs import start_logging
-from pdrt.mailbox import Mailbox
+from pdrt.mail.knock import Knocks
+from pdrt.mail.mailbox import Mailbox
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.states import Role
 from pdrt.shm_status import Owner, StatusTable

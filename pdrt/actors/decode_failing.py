@@ -16,7 +16,7 @@ import numpy as np
 from pdrt.actors.prefills import Prefill, Prefills
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
-from pdrt.mailbox import Address, Postman
+from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import Abort, AbortTaken, Declined, Destination
 from pdrt.protocol.peers import instance_digest

@@ -18,7 +18,7 @@ from pdrt.actors.decode_failing import PAUSE_MAX_NS, Failing, Room
 from pdrt.actors.prefills import Knock, Prefill, Prefills
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
-from pdrt.mailbox import Address, Postman
+from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.messages import (

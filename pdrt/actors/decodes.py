@@ -15,7 +15,7 @@ import numpy as np
 from pdrt.actors.base import Throttle, deaf_for
 from pdrt.clock import to_ns
 from pdrt.config import Timeouts
-from pdrt.mailbox import Address, Postman
+from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout
 from pdrt.protocol.messages import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
-from pdrt.mailbox import Address, Postman
+from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import Landed, NewsTaken
 from pdrt.shm_status import StatusTable

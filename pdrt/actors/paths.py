@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdrt.errors import NoDescriptors, ProtocolError, QueueFull
-from pdrt.mailbox import Postman
+from pdrt.mail.mailbox import Postman
 from pdrt.protocol.layout import AUX_ROW_BYTES, RegionMap
 from pdrt.protocol.messages import Agent, PeerUp, PeerWarm
 from pdrt.transports.base import Grid, TransferState, Transport, TransportError

@@ -14,7 +14,7 @@ from pdrt.actors.decodes import Decodes, worker_link
 from pdrt.actors.past import NOBODY, Past, Room, Theirs, theirs_of
 from pdrt.clock import to_ns
 from pdrt.config import Timeouts
-from pdrt.mailbox import Postman
+from pdrt.mail.mailbox import Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import AbortTaken, Declined, Ended, Fenced
 from pdrt.protocol.states import KVPoll, Reason, told_by_peer

@@ -19,7 +19,7 @@ from pdrt.actors.prefill_failing import Failing
 from pdrt.actors.taken import Taken
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
-from pdrt.mailbox import Address, Postman
+from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout
 from pdrt.protocol.messages import (

@@ -20,7 +20,7 @@ from pdrt.actors.base import deaf_for
 from pdrt.clock import to_ns
 from pdrt.config import Timeouts
 from pdrt.errors import BadConfig, NoDescriptors, ProtocolError
-from pdrt.mailbox import Address, Postman
+from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout, RegionMap, first_difference
 from pdrt.protocol.messages import (
@@ -47,7 +47,7 @@ PREFILLS_MAX = 4096
 
 log = logging.getLogger("pdrt.listener")
 
-#: Has nobody been listening at host:port for a while?  See `pdrt.knock`.
+#: Has nobody been listening at host:port for a while?  See `pdrt.mail.knock`.
 Knock = Callable[[str, int], bool]
 
 

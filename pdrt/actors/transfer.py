@@ -28,7 +28,7 @@ from pdrt.actors.taken import Taken
 from pdrt.clock import MILLISECOND_NS, Clock
 from pdrt.config import Timeouts
 from pdrt.errors import QueueFull
-from pdrt.mailbox import Address, Postman
+from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import RegionMap
 from pdrt.protocol.messages import (

@@ -28,7 +28,7 @@ from pdrt.engine.receiver import KVReceiver
 from pdrt.engine.room import LISTENER, Desk, KVRoom
 from pdrt.engine.sender import KVSender
 from pdrt.errors import AttachFailed, BadRequest, NoDescriptors, RoomInUse
-from pdrt.mailbox import Mailbox
+from pdrt.mail.mailbox import Mailbox
 from pdrt.memory.aux import AuxRows
 from pdrt.memory.digest import kv_digest
 from pdrt.protocol.counters import Counter

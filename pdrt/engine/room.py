@@ -27,7 +27,7 @@ from pdrt.errors import (
     TransportFailed,
     WaitingTimeout,
 )
-from pdrt.mailbox import Postman
+from pdrt.mail.mailbox import Postman
 from pdrt.protocol.messages import Ended
 from pdrt.protocol.peers import TRANSPORT_CODES
 from pdrt.protocol.states import TERMINAL, Event, KVPoll, Reason, agree

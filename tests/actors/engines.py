@@ -18,7 +18,7 @@ from pdrt.engine.receiver import KVReceiver
 from pdrt.engine.room import LISTENER, Desk
 from pdrt.engine.sender import KVSender
 from pdrt.errors import TableFull
-from pdrt.mailbox import Address
+from pdrt.mail.mailbox import Address
 from pdrt.memory.aux import AuxRow, AuxRows
 from pdrt.memory.pages import PageAllocator, Pages
 from pdrt.protocol.layout import AUX_ROW_BYTES

@@ -13,7 +13,7 @@ import random
 from dataclasses import dataclass, field
 
 from pdrt.clock import MILLISECOND_NS
-from pdrt.mailbox import Address, Envelope
+from pdrt.mail.mailbox import Address, Envelope
 from pdrt.protocol import codec
 from pdrt.protocol.messages import AnyMessage
 
@@ -137,7 +137,7 @@ class Post:
 
 
 class Box:
-    """The mailbox of one process; see `pdrt.mailbox.Postman`."""
+    """The mailbox of one process; see `pdrt.mail.mailbox.Postman`."""
 
     def __init__(self, post: Post, tree: str, name: str) -> None:
         self._post = post

@@ -14,9 +14,9 @@ from functools import partial
 import pytest
 import zmq
 
-from pdrt import doorkeeper
-from pdrt import mailbox as mailbox_module
-from pdrt.mailbox import Mailbox
+from pdrt.mail import doorkeeper
+from pdrt.mail import mailbox as mailbox_module
+from pdrt.mail.mailbox import Mailbox
 from pdrt.protocol.codec import encode
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import NewsTaken

@@ -15,7 +15,7 @@ import pytest
 from pdrt import shm_status
 from pdrt.engine.receiver import KVReceiver
 from pdrt.engine.room import Desk
-from pdrt.mailbox import Address
+from pdrt.mail.mailbox import Address
 from pdrt.protocol.messages import AnyMessage, Destination
 from pdrt.protocol.states import Event, KVPoll, Role
 from pdrt.shm_status import Owner, StatusTable

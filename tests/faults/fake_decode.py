@@ -21,7 +21,7 @@ from pdrt import attach
 from pdrt.attach import AttachReply, AttachRequest, AttachService
 from pdrt.clock import monotonic_ns
 from pdrt.errors import AttachFailed
-from pdrt.mailbox import Mailbox
+from pdrt.mail.mailbox import Mailbox
 from pdrt.protocol.layout import RegionMap
 from pdrt.protocol.messages import (
     OLDEST,

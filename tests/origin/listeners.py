@@ -15,7 +15,7 @@ from pdrt.actors.boot import LISTENER_ROW
 from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.clock import SECOND_NS, monotonic_ns
 from pdrt.config import Timeouts
-from pdrt.mailbox import Mailbox
+from pdrt.mail.mailbox import Mailbox
 from pdrt.protocol import codec
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import AnyMessage

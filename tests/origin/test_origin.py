@@ -27,7 +27,7 @@ from pdrt.clock import MILLISECOND_NS, SECOND_NS
 from pdrt.engine.sender import KVSender
 from pdrt.errors import ProtocolError
 from pdrt.health import Health
-from pdrt.mailbox import Address, Envelope, Mailbox
+from pdrt.mail.mailbox import Address, Envelope, Mailbox
 from pdrt.protocol import codec
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import (

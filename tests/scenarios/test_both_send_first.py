@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from pdrt import mailbox as mailbox_module
+from pdrt.mail import mailbox as mailbox_module
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import NewsTaken
 from tests.scenarios.test_foreign_bytes import site

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from pdrt import mailbox as mailbox_module
-from pdrt.mailbox import Mailbox
+from pdrt.mail import mailbox as mailbox_module
+from pdrt.mail.mailbox import Mailbox
 from pdrt.protocol.messages import NewsTaken
 from tests.waiting import wait_until
 

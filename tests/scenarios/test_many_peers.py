@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from pdrt.mailbox import Mailbox
+from pdrt.mail.mailbox import Mailbox
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import NewsTaken
 from tests.waiting import wait_until

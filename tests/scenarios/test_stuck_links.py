@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdrt import mailbox as mailbox_module
-from pdrt.mailbox import Mailbox
+from pdrt.mail import mailbox as mailbox_module
+from pdrt.mail.mailbox import Mailbox
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import NewsTaken
 from tests.test_mailbox import Site

@@ -35,7 +35,7 @@ STARTERS = {"Thread", "Timer", "to_thread", "run_in_executor", "ThreadPoolExecut
 #: module -> what its threads do.
 THREADS = {
     "pdrt/health.py": "answers probes from copies and from reads of the table",
-    "pdrt/names.py": "asks the name server, and hands back an address",
+    "pdrt/mail/names.py": "asks the name server, and hands back an address",
     "pdrt/serving/app.py": "parses one request body",
     "pdrt/serving/scheduler.py": "is the engine's loop, which alone uses its manager",
 }
@@ -56,7 +56,7 @@ def test_threads_are_started_where_it_is_said_and_share_neither_sockets_nor_agen
     for path in set(THREADS) - {"pdrt/serving/scheduler.py"}:
         tree = found[path].tree
         used = {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-        assert not {"pdrt.mailbox", "pdrt.engine.manager"} & used
+        assert not {"pdrt.mail.mailbox", "pdrt.engine.manager"} & used
         assert not any(name.startswith("pdrt.transports") for name in used)
 
 

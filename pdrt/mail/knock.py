@@ -15,7 +15,7 @@ import socket
 from dataclasses import dataclass
 
 from pdrt.clock import MILLISECOND_NS
-from pdrt.names import Addresses, Resolve, resolve
+from pdrt.mail.names import Addresses, Resolve, resolve
 
 EVERY_NS = 250 * MILLISECOND_NS
 GONE_NS = 500 * MILLISECOND_NS  # refused for so long, and not by chance between two binds

@@ -21,15 +21,15 @@ from typing import Protocol
 import zmq
 
 from pdrt.clock import MILLISECOND_NS, monotonic_ns
-from pdrt.doorkeeper import HANDSHAKE_MS, Doorkeeper
 from pdrt.errors import NoDescriptors, ProtocolError
-from pdrt.names import Addresses, Resolve, resolve
+from pdrt.mail.doorkeeper import HANDSHAKE_MS, Doorkeeper
+from pdrt.mail.names import Addresses, Resolve, resolve
+from pdrt.mail.silence import Silence
+from pdrt.mail.waiter import Waiter, has_something
 from pdrt.protocol import codec
 from pdrt.protocol.codec import Malformed
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import AnyMessage
-from pdrt.silence import Silence
-from pdrt.waiter import Waiter, has_something
 
 #: A link by name, or (door, routing id) of somebody who wrote to us.
 Address = str | tuple[str, bytes]

@@ -124,6 +124,7 @@ def run_listener(boot: Boot) -> None:
             mailbox=mailbox,
             timeouts=boot.settings.timeouts,
             wake=wake,
+            nobody_listens=Knocks(),
         )
     else:
         actor = DecodeListener(

@@ -15,9 +15,10 @@ import numpy as np
 
 from pdrt.actors.base import BUSY_MS, IDLE_MS
 from pdrt.actors.decode_failing import PAUSE_MAX_NS, Failing, Room
-from pdrt.actors.prefills import Knock, Prefill, Prefills
+from pdrt.actors.prefills import Prefill, Prefills
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
+from pdrt.mail.knock import Knock
 from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout, RegionMap

@@ -13,8 +13,10 @@ import msgspec
 import numpy as np
 
 from pdrt.actors.base import Throttle, deaf_for
-from pdrt.clock import to_ns
+from pdrt.actors.missing import Missing
+from pdrt.clock import MILLISECOND_NS, SECOND_NS, to_ns
 from pdrt.config import Timeouts
+from pdrt.mail.knock import Knock
 from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout
@@ -23,6 +25,7 @@ from pdrt.protocol.messages import (
     VERSION,
     Agent,
     Destination,
+    Heartbeat,
     Hello,
     HelloReply,
     Introduced,
@@ -37,6 +40,7 @@ from pdrt.shm_status import INCARNATION_MASK, StatusTable
 
 DECODES_MAX = 4096
 OFFERS_BYTES_MAX = 64 << 10  # of one agent; all decodes' are kept
+BEAT_MIN_NS = 10 * MILLISECOND_NS  # heartbeats of one decode that come faster say nothing new
 BURIED_MAX = 4096  # instances remembered of which another has the address now
 
 log = logging.getLogger("pdrt.listener")
@@ -99,7 +103,10 @@ class Decodes:
         table: StatusTable,
         mailbox: Postman,
         timeouts: Timeouts,
+        nobody_listens: Knock,
     ) -> None:
+        self.missing = Missing(timeouts.beat_s)
+        self._nobody_listens = nobody_listens
         self._instance = instance
         self._boot_id = boot_id
         self._layout = layout
@@ -137,6 +144,8 @@ class Decodes:
             refusal, detail = Reason.PEER_REFUSED, "another decode has its control address by now"
         elif len(self._known) >= DECODES_MAX and hello.instance not in self._known:
             refusal, detail = Reason.PEER_REFUSED, f"{DECODES_MAX} decodes known"
+        if not refusal and hello.instance not in self._known:
+            self.missing.greet(hello.instance, now_ns)
         if refusal and self._may_log(now_ns):
             log.error("decode=%s refused=%s detail=%r", hello.instance, refusal.name, detail)
         epoch = self._table.me.incarnation
@@ -164,6 +173,7 @@ class Decodes:
                 self.resync(sender)  # our answer to its hello says why
                 return
             known = self._known[introduction.instance] = Decode(introduction, sender, now_ns)
+            self.missing.find(introduction.instance, introduction.control)
         known.introduction, known.address, known.heard_ns = introduction, sender, now_ns
         epochs = {agent.rank: agent.epoch for agent in introduction.agents}
         # A path that could not be opened is tried again: whoever asks again hopes so.
@@ -242,26 +252,45 @@ class Decodes:
             self._tell_worker(decode, rank)
         return True
 
-    def beat(self, sender: Address, instance: str, epoch: int, now_ns: int) -> Decode | None:
-        """A heartbeat.  None if we do not know its sender and have asked it to start again."""
-        decode = self._known.get(instance)
-        if decode is None or decode.introduction.epoch != epoch:
+    def beat(self, sender: Address, beat: Heartbeat, now_ns: int) -> list[int] | None:
+        """The rooms that wait there to send a destination.  None if there is nothing to answer: we
+        do not know the sender and have asked it to start again, or it beats too fast."""
+        decode = self._known.get(beat.instance)
+        if decode is None or decode.introduction.epoch != beat.epoch:
             self.resync(sender)
             return None
         decode.heard_ns, decode.address = now_ns, sender
-        return decode
+        if now_ns - decode.answered_ns < BEAT_MIN_NS:
+            return None
+        decode.answered_ns = now_ns
+        waiting = np.frombuffer(beat.rooms[: len(beat.rooms) // 8 * 8], dtype="<u8")
+        found: list[int] = waiting[: self._table.rooms_max].tolist()
+        return found
 
-    def take_lost(self, now_ns: int) -> list[tuple[Decode, Reason]]:
-        """Forget every decode that has been silent for too long; return them, and those whose
-        address another has now."""
-        limit_ns = to_ns(self._timeouts.peer_s)
+    def beat_back(self, sender: Address, served: list[tuple[int, int]]) -> None:
+        """`served`: slot and generation there of the rooms that we still serve."""
+        rooms = np.array(served, dtype="<u8").tobytes()
+        self._mailbox.post(sender, Heartbeat(self._instance, self._table.me.incarnation, rooms))
+
+    def take_lost(self, now_ns: int, *, waited_for: bool) -> list[tuple[Decode, Reason]]:
+        """Forget every decode that has been silent for too long, or whose tree is gone, if somebody
+        waits for one; return them, and those whose address another has now."""
         deaf_ns, self._looked_ns = deaf_for(self._looked_ns, now_ns), now_ns
         lost = [(decode, Reason.PEER_RESTARTED) for decode in self._replaced]
         self._replaced = []
         for decode in self._known.values():
             decode.heard_ns = min(decode.heard_ns + deaf_ns, now_ns)
-        for decode in [d for d in self._known.values() if now_ns - d.heard_ns > limit_ns]:
-            log.warning("decode=%s lost silent_s=%.1f", decode.instance, self._timeouts.peer_s)
+        for decode in [d for d in self._known.values() if self._is_lost(d, now_ns, waited_for)]:
+            silent_s = (now_ns - decode.heard_ns) / SECOND_NS
+            log.warning("decode=%s lost silent_s=%.1f", decode.instance, silent_s)
             self._forget(decode)
+            self.missing.lose(decode.introduction.control, now_ns)
             lost.append((decode, Reason.PEER_LOST))
         return lost
+
+    def _is_lost(self, decode: Decode, now_ns: int, waited_for: bool) -> bool:
+        silent_ns = now_ns - decode.heard_ns
+        if silent_ns > to_ns(self._timeouts.peer_s):
+            return True
+        doubted = waited_for and silent_ns >= to_ns(2 * self._timeouts.beat_s)
+        return doubted and self._nobody_listens(decode.introduction.control, now_ns)

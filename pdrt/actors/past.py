@@ -9,7 +9,7 @@ room id again, and late news of its first use must not touch the second.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -51,7 +51,9 @@ class Room:
 
     handle: Handle
     rank: int
+    seen_ns: int = 0  # when we took note of it
     theirs: Theirs = NOBODY  # of the decode that waits for it
+    claimed: bool = False  # a decode has asked for it
     destination: Destination | None = None
     matched: bool = False  # by us: so the worker has no other destination for it
     failed: bool = False
@@ -131,6 +133,16 @@ class Past:
         over = self.over.get(theirs)
         quiet = over.quiet if isinstance(over, Abort) else True
         return AbortTaken(*key, slot, generation, instance, quiet, self._session)
+
+    def lost(self, key: Key, theirs: Theirs) -> Abort:
+        """What a decode hears of a room whose end nobody knows any more."""
+        return self.abort_of(key, theirs, Reason.PEER_LOST, quiet=False)
+
+    def lose(self, rooms: Iterable[Room]) -> None:
+        for room in rooms:
+            if room.theirs != NOBODY:
+                room.reason = Reason.PEER_LOST
+                self.fail(room)
 
     def fail(self, room: Room) -> None:
         """What a decode hears of a failed room from now on."""

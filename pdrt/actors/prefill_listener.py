@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
-
 from pdrt.actors.base import BUSY_MS, IDLE_MS
 from pdrt.actors.decodes import Decodes, worker_link
-from pdrt.actors.past import NOBODY, Past, Room, Vanished, theirs_of
+from pdrt.actors.past import NOBODY, Past, Room, Theirs, Vanished, theirs_of
 from pdrt.actors.prefill_failing import Failing
 from pdrt.actors.taken import Taken
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
+from pdrt.mail.knock import Knock
 from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout
@@ -47,7 +46,6 @@ from pdrt.shm_status import STATE_MASK, Handle, StatusTable
 
 SCAN_NS = 20 * MILLISECOND_NS
 DELIVER_NS = 1000 * MILLISECOND_NS
-BEAT_MIN_NS = 10 * MILLISECOND_NS  # heartbeats of one decode that come faster say nothing new
 SHM = transport_code("shm")
 
 
@@ -62,9 +60,9 @@ class PrefillListener:
         mailbox: Postman,
         timeouts: Timeouts,
         wake: Callable[[int], None],
+        nobody_listens: Knock,
     ) -> None:
         """The mailbox has a link to every worker (`worker_link`).  `wake(row)` nudges an engine."""
-        self._instance = instance
         self._layout = layout
         self._table = table
         self._mailbox = mailbox
@@ -76,6 +74,7 @@ class PrefillListener:
             table=table,
             mailbox=mailbox,
             timeouts=timeouts,
+            nobody_listens=nobody_listens,
         )
         self._rooms: dict[int, Room] = {}  # by slot
         self._by_id: dict[tuple[int, int], Room] = {}  # (room, rank), while they have no verdict
@@ -128,24 +127,21 @@ class PrefillListener:
                 self._table.count(Counter.LATE)
 
     def _on_heartbeat(self, sender: Address, beat: Heartbeat, now_ns: int) -> None:
-        decode = self._decodes.beat(sender, beat.instance, beat.epoch, now_ns)
-        if decode is None or now_ns - decode.answered_ns < BEAT_MIN_NS:
+        waiting = self._decodes.beat(sender, beat, now_ns)
+        if waiting is None:
             return
-        decode.answered_ns = now_ns
-        waiting = np.frombuffer(beat.rooms[: len(beat.rooms) // 8 * 8], dtype="<u8")
-        for room_id in waiting[: self._table.rooms_max].tolist():
+        for room_id in waiting:
             for rank in range(self._layout.ranks):
                 room = self._by_id.get((room_id, rank))
                 if room is not None and room.destination is None:
+                    self._decodes.missing.claim(room, now_ns)
                     self._table.renew_state(room.handle.slot, room.handle.generation, now_ns)
         served = [
             room.theirs[1:]
             for room in self._by_id.values()
             if room.theirs[0] == beat.instance and room.destination is not None
         ]
-        rooms = np.array(served, dtype="<u8").tobytes()
-        epoch = self._table.me.incarnation
-        self._mailbox.post(sender, Heartbeat(self._instance, epoch, rooms))
+        self._decodes.beat_back(sender, served)
 
     # --- a room and its destination meet ---------------------------------------------------------
 
@@ -163,7 +159,7 @@ class PrefillListener:
         if over and (word.state is not KVPoll.Failed or self._scanned_ns):
             return  # failed since our first scan: whoever ended it says so, or decode asks
         self._seen[handle.slot] = handle.generation
-        room = Room(handle, rank, by_shm=self._table.transport(handle.slot) == SHM)
+        room = Room(handle, rank, now_ns, by_shm=self._table.transport(handle.slot) == SHM)
         if over:
             self._fail(room, word.reason, now_ns)
             return
@@ -172,7 +168,7 @@ class PrefillListener:
         past.unclaimed.pop(room.key, None)
         asked, early = past.take_questions(room.key)
         if asked is not None:
-            room.theirs = theirs_of(asked)
+            self._claim(room, theirs_of(asked), now_ns)
         if early is not None:
             self._match(room, early, now_ns)
         elif (given_up := past.take_given_up(room.key, now_ns)) is not None:
@@ -217,10 +213,10 @@ class PrefillListener:
         handle = room.handle
         decode, theirs = self._decodes.get(destination.instance), theirs_of(destination)
         if not self._taken.take(destination, handle):  # a late copy, of a room that is long over
-            lost = self._past.abort_of(room.key, theirs, Reason.PEER_LOST, quiet=False)
-            self._past.remember(self._past.over, theirs, lost)
+            self._past.remember(self._past.over, theirs, self._past.lost(room.key, theirs))
             return
-        room.destination, room.theirs = destination, theirs
+        self._claim(room, theirs, now_ns)
+        room.destination = destination
         code = transport_code(decode.transport(destination.rank) if decode is not None else "")
         room.by_shm = code == SHM
         peer = instance_digest(destination.instance)
@@ -233,6 +229,10 @@ class PrefillListener:
             self._deliver(room, now_ns)
         else:
             self._look(room, now_ns)
+
+    def _claim(self, room: Room, theirs: Theirs, now_ns: int) -> None:
+        room.theirs = theirs
+        self._decodes.missing.claim(room, now_ns)
 
     def _deliver(self, room: Room, now_ns: int) -> None:
         """Tell the worker; again now and then, until a chunk was posted."""
@@ -263,7 +263,7 @@ class PrefillListener:
         key, theirs = (expect.room, expect.rank), theirs_of(expect)
         room = self._by_id.get(key)
         if room is not None and room.destination is None:
-            room.theirs = theirs
+            self._claim(room, theirs, now_ns)
             return
         destination = self._past.early.get(key) if room is None else room.destination
         if destination is not None and theirs_of(destination) == theirs:
@@ -272,8 +272,7 @@ class PrefillListener:
             return
         if expect.sent:
             # We took its destination once and do not know the room: it is over, how is forgotten.
-            lost = self._past.abort_of(key, theirs, Reason.PEER_LOST, quiet=False)
-            self._mailbox.post(sender, lost)
+            self._mailbox.post(sender, self._past.lost(key, theirs))
         elif room is None:
             self._past.remember(self._past.asked, key, expect)
 
@@ -366,12 +365,20 @@ class PrefillListener:
     def tick(self, now_ns: int) -> int:
         if now_ns - self._scanned_ns >= SCAN_NS:
             self._scan(now_ns)
-            self._repeat(now_ns)
-            for decode, reason in self._decodes.take_lost(now_ns):
-                for room in [r for r in self._rooms.values() if r.theirs[0] == decode.instance]:
-                    self._fault(room, reason, now_ns)
-                self._past.forget_decode(decode.instance)
+            self._past.drop_unasked(now_ns)
+            self._past.lose(self._vanished.take_silent(now_ns))
+            self._failing.repeat(now_ns)
+            self._mourn(now_ns)
         return BUSY_MS if self._rooms or self._failing or self._vanished else IDLE_MS
+
+    def _mourn(self, now_ns: int) -> None:
+        """End the rooms of decodes that are gone."""
+        for decode, reason in self._decodes.take_lost(now_ns, waited_for=bool(self._rooms)):
+            for room in [r for r in self._rooms.values() if r.theirs[0] == decode.instance]:
+                self._fault(room, reason, now_ns)
+            self._past.forget_decode(decode.instance)
+        for room in self._decodes.missing.rooms(self._rooms.values(), now_ns):
+            self._fault(room, Reason.PEER_LOST, now_ns)
 
     def _scan(self, now_ns: int) -> None:
         """Hints may be lost, and engines and the janitor be gone; the table is the truth."""
@@ -390,11 +397,3 @@ class PrefillListener:
         for room in [r for slot, r in self._rooms.items() if slot not in live]:
             self._look(room, now_ns)
         self._scanned_ns = now_ns
-
-    def _repeat(self, now_ns: int) -> None:
-        self._past.drop_unasked(now_ns)
-        self._failing.repeat(now_ns)
-        for room in self._vanished.take_silent(now_ns):
-            if room.theirs != NOBODY:
-                room.reason = Reason.PEER_LOST
-                self._past.fail(room)

@@ -20,6 +20,7 @@ from pdrt.actors.base import deaf_for
 from pdrt.clock import to_ns
 from pdrt.config import Timeouts
 from pdrt.errors import BadConfig, NoDescriptors, ProtocolError
+from pdrt.mail.knock import Knock
 from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout, RegionMap, first_difference
@@ -46,9 +47,6 @@ UNUSED_S = 300.0  # a link without rooms is closed after this long
 PREFILLS_MAX = 4096
 
 log = logging.getLogger("pdrt.listener")
-
-#: Has nobody been listening at host:port for a while?  See `pdrt.mail.knock`.
-Knock = Callable[[str, int], bool]
 
 
 class Stage(Enum):

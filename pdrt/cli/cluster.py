@@ -123,24 +123,37 @@ class Cluster:
         """Start everything and wait until it serves.  Raises ClusterFailed with the log's tail."""
         deadline = time.monotonic() + ready_s
         say("starting pdrt-prefill and pdrt-decode")
-        self._launch("prefill", ["--port", "0", "--bootstrap-port", "0"])
-        self._launch("decode", ["--port", "0", "--control-port", "0"])
-        for name in ("prefill", "decode"):
-            member = self.members[name]
+        for role in ("prefill", "decode"):
+            self._launch(role)
+        for role in ("prefill", "decode"):
+            member = self.members[role]
             self._wait(member, deadline, partial(self._announced, member))
         say("loading the model in both")
-        for name in ("prefill", "decode"):
-            member = self.members[name]
-            # Without an engine of our own there is no HTTP port but the supervisor's.
-            probe = f"{member.url}/health" if "http" in member.facts else member.ready_url
-            self._wait(member, deadline, partial(answers, probe))
+        for role in ("prefill", "decode"):
+            self._wait_serving(self.members[role], deadline)
         if self._router_name is not None:
             say(f"starting {self._router_name}")
             self._launch_router(deadline)
 
-    def _launch(self, role: str, flags: list[str]) -> None:
+    def start_again(self, role: str, *, ready_s: float = 180.0) -> None:
+        """A role that has ended, at the addresses that it had.  Raises ClusterFailed."""
+        deadline = time.monotonic() + ready_s
+        facts = self.members[role].facts
+        http, control = (int(str(facts[k]).rpartition(":")[2]) for k in ("http", "control"))
+        self._launch(role, http, control)
+        self._wait(self.members[role], deadline, partial(self._announced, self.members[role]))
+        self._wait_serving(self.members[role], deadline)
+
+    def _wait_serving(self, member: Member, deadline: float) -> None:
+        # Without an engine of our own there is no HTTP port but the supervisor's.
+        probe = f"{member.url}/health" if "http" in member.facts else member.ready_url
+        self._wait(member, deadline, partial(answers, probe))
+
+    def _launch(self, role: str, port: int = 0, control_port: int = 0) -> None:
+        control = "--bootstrap-port" if role == "prefill" else "--control-port"
+        ports = ["--port", str(port), control, str(control_port)]
         main = f"from pdrt.cli.launch import {role}; {role}()"
-        command = [sys.executable, "-c", main, *self._flags[role], *flags]
+        command = [sys.executable, "-c", main, *self._flags[role], *ports]
         self.members[role] = self._spawn(role, command)
 
     def _spawn(self, name: str, command: list[str]) -> Member:

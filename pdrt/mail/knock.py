@@ -12,6 +12,7 @@ import ipaddress
 import random
 import select
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdrt.clock import MILLISECOND_NS
@@ -20,6 +21,9 @@ from pdrt.mail.names import Addresses, Resolve, resolve
 EVERY_NS = 250 * MILLISECOND_NS
 GONE_NS = 500 * MILLISECOND_NS  # refused for so long, and not by chance between two binds
 CALLS_MAX = 64  # at once
+
+#: Has nobody been listening at host:port for a while, at this time in ns?
+Knock = Callable[[str, int], bool]
 
 
 @dataclass(slots=True)

@@ -206,13 +206,13 @@ class Tree:
             "mailbox": box,
             "timeouts": self.shape.timeouts,
             "wake": lambda row: None,
+            "nobody_listens": lambda peer, now_ns: peer in self.post.deserted,
         }
         if self.role is Role.PREFILL:
             return PrefillListener(**common)
         return DecodeListener(
             control=self.control,
             maps=self.maps,
-            nobody_listens=lambda peer, now_ns: peer in self.post.deserted,
             **common,
         )
 

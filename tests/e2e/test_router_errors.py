@@ -152,6 +152,36 @@ def test_an_engine_that_aborts(cluster: Cluster, legs: str) -> None:
     wait_idle(cluster, 15)
 
 
+@pytest.fixture(scope="module")
+def refused_while_dead(cluster: Cluster) -> list[str]:
+    """What clients hear, streaming or not, while decode is dead.  It is back afterwards; a fixture,
+    since it outlives the test."""
+
+    async def run() -> list[str]:
+        async with client_of(cluster) as client:
+            await client.succeeds()
+            cluster.decode.popen.kill()
+            cluster.decode.popen.wait(10)
+            heard = [await client.refused(stream=stream) for stream in (False, True)]
+            await asyncio.to_thread(cluster.start_again, "decode")
+            return heard
+
+    return asyncio.run(run())
+
+
+@pytest.mark.timeout(240)
+def test_a_decode_that_is_dead_and_back(cluster: Cluster, refused_while_dead: list[str]) -> None:
+    """Prefill is asked for its half, and nobody will ever say whose the other one was."""
+
+    async def run() -> None:
+        async with client_of(cluster) as client:
+            await client.succeeds()
+
+    assert len(refused_while_dead) == 2
+    asyncio.run(run())
+    wait_idle(cluster, 15)
+
+
 @pytest.mark.timeout(240)
 def test_last_a_prefill_that_drains_and_one_that_is_dead(cluster: Cluster) -> None:
     """The end of this cluster's prefill, so no test comes after it."""

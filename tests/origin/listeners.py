@@ -78,6 +78,7 @@ def lone_listener() -> Iterator[LoneListener]:
             mailbox=mailbox,
             timeouts=Timeouts(),
             wake=lambda row: None,
+            nobody_listens=lambda peer, now_ns: False,
         )
         peer = context.socket(zmq.DEALER)
         peer.connect(endpoint)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -76,15 +77,16 @@ class Client:
     @contextlib.asynccontextmanager
     async def full(self, member: Member) -> AsyncIterator[None]:
         """The queue of one side is full of requests whose other half never comes."""
-        driver = Driver(self.cluster)
-        lonely = [
-            asyncio.create_task(
-                self.http.post(f"{member.url}/generate", json=driver.body([5], max_new_tokens=4))
-            )
-            for _ in range(QUEUE_MAX)
-        ]
+        body = partial(Driver(self.cluster).body, [5], max_new_tokens=4)
+        url = f"{member.url}/generate"
+        lonely: list[asyncio.Task[httpx.Response]] = []
         try:
             while await self.running(member) < QUEUE_MAX:
+                # One is refused itself while the last request of before has yet to leave.
+                missing = QUEUE_MAX - sum(not task.done() for task in lonely)
+                lonely += [
+                    asyncio.create_task(self.http.post(url, json=body())) for _ in range(missing)
+                ]
                 await asyncio.wait(lonely, timeout=0.05)
             yield
         finally:

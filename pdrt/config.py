@@ -20,6 +20,9 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 TRANSPORTS = ("nixl", "shm")
 ON_TRANSFER_FAILURE = ("fail", "recompute")
 TIMEOUT_MAX_S = 1_000_000
+#: All rooms that wait at one peer are named in each of its heartbeats, a slot and a generation of
+#: eight bytes each: in a larger table a heartbeat would be too big for a frame, and none renewed.
+ROOMS_MAX = 250_000
 HANG_PART = 2 / 3  # of the quiet bound
 HANG_MIN_S = 0.2  # four pulses
 
@@ -133,6 +136,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("page_size", "pool_tokens", "aux_rows", "rooms_max", "chunked_prefill_size"):
             if getattr(self, name) < 1:
                 raise BadConfig(f"--{name.replace('_', '-')} must be at least 1")
+        if self.rooms_max > ROOMS_MAX:
+            raise BadConfig(f"--rooms-max {self.rooms_max}: at most {ROOMS_MAX}")
         for name in ("port", "bootstrap_port", "control_port", "supervisor_port"):
             if not 0 <= getattr(self, name) <= 65535:
                 raise BadConfig(f"--{name.replace('_', '-')} {getattr(self, name)} is not a port")

@@ -16,11 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pdrt import attach
-from pdrt.attach import Asking, AttachReply, AttachRequest, AttachService, bind, request
+from pdrt.attach import Asking, AttachReply, AttachRequest, bind, request
 from pdrt.errors import AttachFailed, PortInUse
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.peers import instance_digest
 from pdrt.shm_status import memory_fd
+from tests.attach_services import serve, turn
 from tests.waiting import wait_until
 
 T = TypeVar("T")
@@ -49,16 +50,13 @@ class Tree:
         self.gone: list[int] = []
         self.asked: list[tuple[AttachRequest, int]] = []
         self.lines: list[socket.socket] = []
-        self.service = AttachService(
-            bind(self.address),
+        self.service = serve(
+            self.address,
+            self.selector,
             regions=self.regions,
             worker_epoch=lambda rank: self.epochs[rank],
             answer_engine=self._answer,
             engine_gone=self.gone.append,
-            watch=lambda fd, callback: void(
-                self.selector.register(fd, selectors.EVENT_READ, callback)
-            ),
-            unwatch=lambda fd: void(self.selector.unregister(fd)),
         )
         self.pool = ThreadPoolExecutor(1)
 
@@ -75,8 +73,7 @@ class Tree:
         return len(self.selector.get_map()) - 1
 
     def turn(self) -> None:
-        for key, _ in self.selector.select(0.01):
-            key.data()
+        turn(self.selector)
 
     def turn_until(self, is_so: Callable[[], T], what: str) -> T:
         def look() -> T:
@@ -127,10 +124,6 @@ class Tree:
         self.selector.close()
         for fd in (self.table_fd, *self.regions):
             os.close(fd)
-
-
-def void(_: object) -> None:
-    """For callbacks that return nothing."""
 
 
 @pytest.fixture

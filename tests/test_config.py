@@ -5,11 +5,13 @@ import os
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdrt.config import (
+    ROOMS_MAX,
     TIMEOUT_FLAGS,
     Settings,
     Timeouts,
@@ -18,6 +20,8 @@ from pdrt.config import (
     environment_with,
 )
 from pdrt.errors import BadConfig
+from pdrt.protocol.codec import decode, encode
+from pdrt.protocol.messages import Heartbeat, NewsTaken
 
 
 def test_the_defaults_of_both_roles_are_accepted() -> None:
@@ -40,6 +44,7 @@ BAD: list[tuple[dict[str, object], str]] = [
     ({"pool_tokens": 0}, "--pool-tokens"),
     ({"aux_rows": -1}, "--aux-rows"),
     ({"rooms_max": 0}, "--rooms-max"),
+    ({"rooms_max": ROOMS_MAX + 1}, f"--rooms-max {ROOMS_MAX + 1}: at most {ROOMS_MAX}"),
     ({"chunked_prefill_size": 0}, "--chunked-prefill-size"),
     ({"port": -1}, "--port -1 is not a port"),
     ({"bootstrap_port": 65536}, "--bootstrap-port"),
@@ -53,6 +58,15 @@ def test_a_bad_value_is_refused_by_the_name_of_its_flag(
 ) -> None:
     with pytest.raises(BadConfig, match=words):
         Settings(**({"role": "prefill"} | wrong))  # type: ignore[arg-type]
+
+
+def test_the_most_rooms_fit_in_a_heartbeat_and_their_slots_in_a_message() -> None:
+    assert Settings(role="prefill", rooms_max=ROOMS_MAX).rooms_max == ROOMS_MAX
+    served = np.full((ROOMS_MAX, 2), (ROOMS_MAX - 1, 0xFFFFFFFF), dtype="<u8").tobytes()
+    beat = Heartbeat("p" * 64, 1, served)
+    assert decode(encode([beat]), from_peer=True) == [beat]
+    taken = NewsTaken(ROOMS_MAX - 1, 1)
+    assert decode(encode([taken])) == [taken]
 
 
 @pytest.mark.parametrize("name", Timeouts.__struct_fields__)

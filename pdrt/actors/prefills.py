@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-
-import msgspec
 
 from pdrt.actors.base import deaf_for
 from pdrt.clock import to_ns
@@ -23,7 +21,7 @@ from pdrt.errors import BadConfig, NoDescriptors, ProtocolError
 from pdrt.mail.knock import Knock
 from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
-from pdrt.protocol.layout import Layout, RegionMap, first_difference
+from pdrt.protocol.layout import Layout, RegionMap, first_difference, layout_of
 from pdrt.protocol.messages import (
     OLDEST,
     VERSION,
@@ -172,8 +170,8 @@ class Prefills:
 
     def _name_difference(self, theirs: bytes) -> str:
         try:
-            layout = msgspec.msgpack.decode(theirs, type=Layout)
-        except (msgspec.MsgspecError, BadConfig):  # BadConfig: an impossible layout
+            layout = layout_of(theirs)
+        except BadConfig:
             return "the prefill's layout cannot be read"
         return first_difference(self._layout, layout) or "equal layouts, different digests"
 

@@ -160,6 +160,8 @@ class Flags:
 
 
 PORTS = {"prefill": 30000, "decode": 30001}
+DESCRIPTORS_OWN = 64  # of the process that has the most, without a peer
+PEERS_FEW = 64
 NOT_SETTINGS = {"ib_device", "enable_metrics", "config"}
 
 
@@ -189,6 +191,7 @@ def serve(role: str, flags: Flags) -> int:
 
     settings = settings_from(role, flags)
     start_logging(settings)
+    raise_descriptors(len(settings.devices))
     if flags.ib_device:
         default_environment({"UCX_NET_DEVICES": flags.ib_device})
     path = Path(settings.model_path) if settings.model_path else None
@@ -215,6 +218,30 @@ def serve(role: str, flags: Flags) -> int:
             )
             runtime.run()
     return 0
+
+
+def raise_descriptors(ranks: int) -> None:
+    """Take as many descriptors as we are allowed, for this process and all that it starts, and say
+    for how many peers they are enough.  Too few to start at all is the runtime's BadConfig."""
+    import logging
+    import resource
+
+    log = logging.getLogger("pdrt.launch")
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:  # a hard limit beyond the kernel's own, for one
+        log.warning("cannot raise the limit of descriptors from %d to %d: %s", before, hard, error)
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return
+    # Peers cost a worker a link and a path, and decode's listener a link and a caller a rank.
+    peers = max(0, soft - DESCRIPTORS_OWN) // max(4, 2 + ranks)
+    said = f"{soft} descriptors a process, {before} before, are enough for about {peers} peers"
+    if peers < PEERS_FEW:
+        log.warning("%s (ranks: %d); raise the hard limit of ulimit -n", said, ranks)
+    else:
+        log.info("%s", said)
 
 
 def _announce(facts: dict[str, Any]) -> None:

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.actors.world import World
+from tests.mail.conftest import short_queues, site
+
+__all__ = ["short_queues", "site", "world"]
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from pdrt.actors import (
     taken,
 )
 from pdrt.actors.decode_listener import DecodeListener
-from pdrt.actors.prefill_listener import BEAT_MIN_NS, PrefillListener
+from pdrt.actors.decodes import BEAT_MIN_NS
+from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.errors import NoDescriptors
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import Ended, Heartbeat, Introduced, Introduction, Resync

@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Generator
 from functools import partial
 
 import pytest
@@ -20,7 +19,7 @@ from pdrt.mail.mailbox import Mailbox
 from pdrt.protocol.codec import encode
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import NewsTaken
-from tests.test_mailbox import NEWS, Site, collect, post
+from tests.mail.site import NEWS, Site, collect, post
 from tests.waiting import wait_until
 
 WAIT_S = 10.0
@@ -34,13 +33,6 @@ STRANGERS = {
     "a greeting and no more": b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48),
     "nothing": b"",
 }
-
-
-@pytest.fixture
-def site() -> Generator[Site]:
-    made = Site()
-    yield made
-    made.close()
 
 
 @pytest.fixture
@@ -200,11 +192,11 @@ def test_the_bound_leaves_half_of_the_descriptors_to_everything_else() -> None:
 # --- queues --------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("short_queues")
 @pytest.mark.parametrize("from_peer", [False, True])
 def test_a_full_queue_refuses_counts_and_takes_again_once_it_is_read(
-    site: Site, monkeypatch: pytest.MonkeyPatch, from_peer: bool
+    site: Site, from_peer: bool
 ) -> None:
-    monkeypatch.setattr(mailbox_module, "QUEUE_MAX", 8)
     endpoint, server = site.listen()
     sender, sent = site.mailbox("sender")
     sender.link("to", endpoint, from_peer=from_peer)

@@ -13,14 +13,17 @@ import sys
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pdrt import shm_status
+from pdrt.cli.launch import raise_descriptors
 from pdrt.config import Settings
 from pdrt.errors import BadConfig, DeploymentError, NoMemory
 from pdrt.runtime import Runtime
 from tests.crash.tree_process import LAYOUT
 from tests.faults.trees import make_model
+from tests.waiting import wait_until
 
 SETTINGS = Settings(
     role="prefill", port=0, bootstrap_port=0, transport="shm", engine="none", pool_tokens=1024
@@ -139,14 +142,17 @@ def test_what_the_kernel_refuses_is_named_by_who_must_act(
 # --- the whole command ---------------------------------------------------------------------------
 
 
-def command(limit: str, value: int, folder: Path) -> subprocess.Popen[str]:
+def command(
+    limit: str, value: int, folder: Path, *more: str, hard: int | None = None
+) -> subprocess.Popen[str]:
+    """`hard` is as `value`, if it is not given."""
     code = (
-        f"import resource; resource.setrlimit(resource.{limit}, ({value}, {value})); "
+        f"import resource; resource.setrlimit(resource.{limit}, ({value}, {hard or value})); "
         "from pdrt.cli.launch import prefill; prefill()"
     )
     flags = ["--engine", "none", "--transport", "shm", "--port", "0", "--bootstrap-port", "0"]
     return subprocess.Popen(
-        [sys.executable, "-c", code, *flags, "--model-path", str(make_model(folder))],
+        [sys.executable, "-c", code, *flags, *more, "--model-path", str(make_model(folder))],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -164,6 +170,38 @@ def test_a_memfd_beyond_the_size_of_files_ends_the_command_with_code_2(tmp_path:
     code, words = last_words(command("RLIMIT_FSIZE", 1 << 20, tmp_path))
     assert code == 2
     assert words.startswith("pdrt-prefill: no_memory: cannot reserve")
+
+
+def test_a_tree_takes_as_many_descriptors_as_it_may_and_warns_where_they_are_few(
+    tmp_path: Path,
+) -> None:
+    process = command("RLIMIT_NOFILE", 100, tmp_path, "--no-standby", hard=300)
+    tree = psutil.Process(process.pid)
+    try:
+        wait_until(lambda: len(tree.children()) == 2, 30, "a listener and a worker")
+        limits = [each.rlimit(psutil.RLIMIT_NOFILE) for each in (tree, *tree.children())]
+        assert limits == [(300, 300)] * 3
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, log = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "WARNING" in log
+    assert "300 descriptors a process, 100 before, are enough for about 59 peers (ranks: 1)" in log
+
+
+def test_descriptors_that_cannot_be_raised_are_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 2**20))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    with caplog.at_level("INFO"):
+        raise_descriptors(ranks=8)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    assert "from 1024 to 1048576: [Errno 1]" in caplog.text
+    assert "1024 descriptors a process, 1024 before, are enough for about 96 peers" in caplog.text
 
 
 @pytest.mark.slow

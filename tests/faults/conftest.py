@@ -21,7 +21,7 @@ import pytest
 
 from pdrt.engine.manager import KVManager
 from tests.faults.proxy import Action, Forward, Proxy
-from tests.faults.traffic import Route
+from tests.faults.traffic import Route, finish, recover
 from tests.faults.trees import Tree, make_model
 
 ADVERTISED = "127.0.0.2"
@@ -110,3 +110,25 @@ def start_net(
 def net(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Net]:
     with contextlib.ExitStack() as stack:
         yield start_net(stack, tmp_path_factory.mktemp("net"), request.param)
+
+
+@pytest.fixture
+def healed(net: Net) -> Iterator[None]:
+    """The test begins and ends with a whole path."""
+    net.heal()
+    recover(net.route, 30)
+    yield
+    net.heal()
+
+
+@pytest.fixture
+def emptied(net: Net, healed: None) -> Iterator[None]:
+    """Neither does it leave a room behind, though it failed."""
+    yield
+    net.heal()
+    routes = [net.route, *net.healthy]
+    for route in routes:
+        for trip in route.trips:
+            trip.sender.abort()
+            trip.receiver.abort()
+    finish(routes, OVER_S + QUIET_S, "what a failed test left to be over")

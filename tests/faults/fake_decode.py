@@ -17,10 +17,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from pdrt import attach
-from pdrt.attach import AttachReply, AttachRequest, AttachService
 from pdrt.clock import monotonic_ns
-from pdrt.errors import AttachFailed
 from pdrt.mail.mailbox import Mailbox
 from pdrt.protocol.layout import RegionMap
 from pdrt.protocol.messages import (
@@ -42,6 +39,7 @@ from pdrt.shm_status import memory_fd
 from pdrt.transports.base import Region
 from pdrt.transports.nixl import NixlTransport
 from pdrt.transports.shm import ShmTransport
+from tests.attach_services import serve
 from tests.waiting import wait_until
 
 DEADLINE_S = 10.0
@@ -105,23 +103,8 @@ class FakeDecode:
         return Agent(0, 1, site.region.pages_count, site.region.aux_rows, offers)
 
     def _serve_region(self, address: str) -> None:
-        def watch(fd: int, callback: Callable[[], None]) -> None:
-            self._selector.register(fd, selectors.EVENT_READ, callback)
-
-        def unwatch(fd: int) -> None:
-            self._selector.unregister(fd)
-
-        def no_engine(_ask: AttachRequest, _pid: int) -> tuple[AttachReply, list[int]]:
-            raise AttachFailed("there is no engine here")
-
-        service = AttachService(
-            attach.bind(address),
-            regions=[self._site.fd],
-            worker_epoch=lambda _rank: 1,
-            answer_engine=no_engine,
-            engine_gone=lambda _row: None,
-            watch=watch,
-            unwatch=unwatch,
+        service = serve(
+            address, self._selector, regions=[self._site.fd], worker_epoch=lambda _rank: 1
         )
         self._stack.callback(service.close)
 

@@ -6,7 +6,6 @@ import contextlib
 import socket
 import statistics
 import time
-from collections.abc import Iterator
 from functools import partial
 
 import psutil
@@ -17,15 +16,9 @@ from tests.faults.proxy import BlackHole, Flip, Freeze
 from tests.faults.traffic import Phase, Trip, all_over, finish, recover, run, succeed
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("healed")
+
 SLACK = 4  # descriptors that may be under way when they are counted
-
-
-@pytest.fixture(autouse=True)
-def healed(net: Net) -> Iterator[None]:
-    net.heal()
-    recover(net.route, 30)
-    yield
-    net.heal()
 
 
 def descriptors(net: Net) -> dict[str, int]:

@@ -7,8 +7,6 @@ without anybody restarting anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.faults.conftest import OVER_S, QUIET_S, Net
@@ -35,23 +33,10 @@ from tests.faults.traffic import (
 )
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.usefixtures("emptied")
+
 SEVERING: list[Action] = [BlackHole(), Freeze(), HalfOpen(), Refuse()]
 HURTING: list[Action] = [Delay(80), Throttle(20_000), Truncate(700), Flip(300)]
-
-
-@pytest.fixture(autouse=True)
-def healed(net: Net) -> Iterator[None]:
-    """Each test begins with a whole path and leaves nothing behind."""
-    net.heal()
-    recover(net.route, 30)
-    yield
-    net.heal()
-    routes = [net.route, *net.healthy]
-    for route in routes:
-        for trip in route.trips:
-            trip.sender.abort()
-            trip.receiver.abort()
-    finish(routes, QUIET_S, "what a failed test left to be over")
 
 
 def leave_nothing(net: Net) -> None:

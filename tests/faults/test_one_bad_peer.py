@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -27,6 +27,8 @@ from tests.faults.proxy import (
 from tests.faults.traffic import Phase, Route, Trip, all_over, finish, recover, run, succeed
 from tests.faults.trees import Tree, stopped
 from tests.waiting import wait_until
+
+pytestmark = pytest.mark.usefixtures("emptied")
 
 ROUNDS, ROOMS = 6, 6
 RATIO = 2.0
@@ -61,18 +63,6 @@ def by_turns(
         heal()
         finish([sick], OVER_S + QUIET_S, "the rooms of one round to be over and quiet")
     return times, stuck
-
-
-@pytest.fixture(autouse=True)
-def healed(net: Net) -> Iterator[None]:
-    net.heal()
-    recover(net.route, 30)
-    yield
-    net.heal()
-    for trip in net.route.trips:
-        trip.sender.abort()
-        trip.receiver.abort()
-    finish([net.route], OVER_S + QUIET_S, "what a failed test left to be over")
 
 
 def bystanders(net: Net, *bad: Tree) -> dict[str, dict[str, int]]:

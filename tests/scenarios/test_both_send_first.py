@@ -13,11 +13,8 @@ import pytest
 from pdrt.mail import mailbox as mailbox_module
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import NewsTaken
-from tests.scenarios.test_foreign_bytes import site
-from tests.test_mailbox import Site
+from tests.mail.site import Site
 from tests.waiting import wait_until
-
-__all__ = ["site"]
 
 QUEUE, MESSAGES = 10, 1000
 

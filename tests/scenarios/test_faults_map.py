@@ -62,6 +62,18 @@ def test_every_row_names_tests_that_exist_or_says_why_there_is_none() -> None:
     assert [line for row in ROWS for line in faults_of(row)] == []
 
 
+def files_that_are_not(text: str) -> list[str]:
+    named = set(re.findall(r"\btests/[\w/]+\.py\b", text))
+    return sorted(path for path in named if not (ROOT / path).is_file())
+
+
+def test_every_file_of_tests_that_a_document_names_exists() -> None:
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    found = {each.name: files_that_are_not(each.read_text(encoding="utf-8")) for each in documents}
+    assert {name: paths for name, paths in found.items() if paths} == {}
+    assert files_that_are_not("see `tests/nowhere/test_x.py`.") == ["tests/nowhere/test_x.py"]
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [

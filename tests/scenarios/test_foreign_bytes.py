@@ -10,18 +10,16 @@ import pickle
 import secrets
 import selectors
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from pdrt.attach import AttachService, bind
-from pdrt.errors import AttachFailed
 from pdrt.protocol.codec import Malformed, encode
 from pdrt.protocol.messages import NewsTaken
-from tests.test_mailbox import Site, collect
+from tests.attach_services import serve, turn
+from tests.mail.site import Site, collect
 from tests.waiting import wait_until
 
 NEWS = NewsTaken(1, 3)
@@ -39,13 +37,6 @@ class Trap:
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
         return os.mkdir, (str(self.path),)
-
-
-@pytest.fixture
-def site() -> Iterator[Site]:
-    made = Site()
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
@@ -71,32 +62,14 @@ def test_a_pickle_is_not_opened_at_the_attach_socket(tmp_path: Path) -> None:
     trap = tmp_path / "sprung"
     address, selector = f"@pdrt-test-{secrets.token_hex(8)}", selectors.DefaultSelector()
 
-    def nobody(*_: object) -> Any:
-        raise AttachFailed("no engines here")
-
-    def watch(fd: int, call: Callable[[], None]) -> None:
-        selector.register(fd, selectors.EVENT_READ, call)
-
-    def unwatch(fd: int) -> None:
-        selector.unregister(fd)
-
-    service = AttachService(
-        bind(address),
-        regions=[],
-        worker_epoch=lambda rank: 0,
-        answer_engine=nobody,
-        engine_gone=nobody,
-        watch=watch,
-        unwatch=unwatch,
-    )
+    service = serve(address, selector)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
         client.connect("\0" + address[1:])
         client.send(pickle.dumps(Trap(trap)))
         client.setblocking(False)
 
         def answered() -> bytes | None:
-            for key, _ in selector.select(0.01):
-                key.data()
+            turn(selector)
             try:
                 return client.recv(4096)
             except BlockingIOError:

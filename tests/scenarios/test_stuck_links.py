@@ -7,32 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
 
 import pytest
 
-from pdrt.mail import mailbox as mailbox_module
 from pdrt.mail.mailbox import Mailbox
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import NewsTaken
-from tests.test_mailbox import Site
+from tests.mail.site import Site
 from tests.waiting import wait_until
 
 SIBLINGS = 7
-
-
-@pytest.fixture
-def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
-    monkeypatch.setattr(mailbox_module, "QUEUE_MAX", 8)
-    made = Site()
-    yield made
-    made.close()
 
 
 def _no_mending(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Mailbox, "_mend", lambda self, name: None)
 
 
+@pytest.mark.usefixtures("short_queues")
 @pytest.mark.parametrize("mended", [True, False])
 def test_a_link_that_would_block_for_ever_is_made_anew(
     site: Site, mended: bool, monkeypatch: pytest.MonkeyPatch

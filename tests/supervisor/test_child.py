@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 
@@ -80,25 +81,25 @@ def test_children_are_launched_from_the_main_thread_only(board: MemoryBoard) -> 
     assert len(errors) == 1
 
 
-def test_an_exception_in_the_target_is_exit_code_1_with_a_traceback(
-    board: MemoryBoard, capfd: pytest.CaptureFixture[str]
-) -> None:
-    child = spec(board, 0, kids.fails, restart=Restart.TEMPORARY)
+def ends_with_exit_code_1(board: MemoryBoard, target: Callable[..., None]) -> None:
+    child = spec(board, 0, target, restart=Restart.TEMPORARY)
     with supervised(child, board=board) as supervisor:
         supervisor.start()
         turn_until(supervisor, lambda: only(supervisor).phase is Phase.DONE, "its end")
         assert only(supervisor).cause == "exit code 1"
+
+
+def test_an_exception_in_the_target_is_exit_code_1_with_a_traceback(
+    board: MemoryBoard, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ends_with_exit_code_1(board, kids.fails)
     assert "RuntimeError: this child fails on purpose" in capfd.readouterr().err
 
 
 def test_a_thread_that_dies_ends_its_process(
     board: MemoryBoard, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    child = spec(board, 0, kids.loses_a_thread, restart=Restart.TEMPORARY)
-    with supervised(child, board=board) as supervisor:
-        supervisor.start()
-        turn_until(supervisor, lambda: only(supervisor).phase is Phase.DONE, "its end")
-        assert only(supervisor).cause == "exit code 1"
+    ends_with_exit_code_1(board, kids.loses_a_thread)
     assert "this thread fails on purpose" in capfd.readouterr().err
 
 

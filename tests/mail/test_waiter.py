@@ -11,10 +11,14 @@ from typing import cast
 import pytest
 import zmq
 
+from pdrt.mail.mailbox import FRAMES_A_TURN
 from pdrt.mail.waiter import Waiter, has_something
+from pdrt.protocol.codec import encode
+from pdrt.protocol.counters import Counter
+from tests.mail.site import NEWS, WAIT_S, Site, collect, post
 from tests.waiting import wait_until
 
-LONG_MS, WAIT_S = 60_000, 10.0
+LONG_MS = 60_000
 
 
 class Sleepless:
@@ -140,3 +144,55 @@ def test_a_descriptor_wakes_it_and_is_left_to_its_owner(pair):
     assert pair.waiter.wait(LONG_MS) == []
     assert os.eventfd_read(fd) == 1
     os.close(fd)
+
+
+# --- as a mailbox has it ---
+
+
+def test_what_a_turn_leaves_behind_is_not_slept_over(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint, owner, _, _ = site.door()
+    hasty = site.raw(endpoint, b"hasty")
+    for _ in range(2 * FRAMES_A_TURN):
+        hasty.send(encode([NEWS]))
+    wait_until(lambda: len(owner.receive(20)) == FRAMES_A_TURN, WAIT_S, "a full turn")
+    hasty.send(encode([NEWS]))
+    wait_until(lambda: has_something(owner._doors["door"]), WAIT_S, "more")
+    monkeypatch.setattr(owner._waiter, "_poll", Sleepless(owner._waiter._poll))
+    assert owner.receive(60_000)
+
+
+def test_what_a_failed_send_swallowed_is_not_slept_over(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endpoint, owner, counts, _ = site.door()
+    caller = site.raw(endpoint)
+    caller.send(encode([NEWS]))
+    collect(owner, 1)
+    owner.receive(0)
+    caller.send(encode([NEWS]))
+    door = owner._doors["door"]
+    wait_until(lambda: has_signal(door), WAIT_S, "a signal")
+
+    def swallowed() -> bool:
+        post(owner, ("door", b"nobody"), NEWS)
+        return not has_signal(door)
+
+    wait_until(swallowed, WAIT_S, "a send that takes it in")
+    assert counts.of[Counter.SENDS_REFUSED] > 0
+    monkeypatch.setattr(owner._waiter, "_poll", Sleepless(owner._waiter._poll))
+    assert owner.receive(60_000)
+
+
+def test_a_watched_descriptor_wakes_the_mailbox(site: Site) -> None:
+    mailbox, _ = site.mailbox("me")
+    wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+    try:
+        mailbox.watch(wake_fd)
+        assert mailbox.receive(0) == []
+        os.eventfd_write(wake_fd, 1)
+        assert mailbox.receive(60_000) == []  # would run into the test's own timeout
+        assert os.eventfd_read(wake_fd) == 1
+    finally:
+        os.close(wake_fd)

@@ -15,10 +15,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 
-from pdrt.actors.janitor import Janitor
 from pdrt.child import Descriptor
 from pdrt.clock import MILLISECOND_NS
-from pdrt.config import Timeouts
 from pdrt.errors import Closed, TableFull
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason, Role
@@ -31,6 +29,7 @@ from pdrt.shm_status import (
     create,
     unpack,
 )
+from tests.table.views import sweep
 from tests.waiting import wait_until
 
 SLOTS = 3
@@ -284,15 +283,7 @@ def test_processes_killed_while_they_hammer_leave_the_table_usable() -> None:
         assert witness.wrong == []
 
         table._cas(table._slots, table._load(table._slots), claimed_by_the_dead(table, 1))
-        janitor = Janitor(
-            table=table,
-            timeouts=Timeouts(),
-            mapped=lambda *_: False,
-            fence=lambda row, reason: None,
-            wake=lambda row: None,
-        )
-        for _ in range(3):
-            janitor.sweep(NOW_NS)
+        sweep(table, NOW_NS)
         assert len(table.live_slots()) == 0
         assert {table.open(9, 0, now_ns=NOW_NS).slot for _ in range(SLOTS)} == set(range(SLOTS))
 

@@ -10,8 +10,12 @@ from functools import partial
 
 import pytest
 
-from pdrt.clock import SECOND_NS
+from pdrt.clock import SECOND_NS, monotonic_ns
+from pdrt.mail.mailbox import HELD_MAX, Envelope
 from pdrt.mail.names import LOOK_NS, LOOKUPS_MAX, PAUSE_MAX_NS, Addresses, resolve, split
+from pdrt.protocol.counters import Counter
+from pdrt.protocol.messages import NewsTaken
+from tests.mail.site import NEWS, WAIT_S, Site, collect, post
 from tests.waiting import wait_until
 
 TURN_NS = SECOND_NS // 20
@@ -156,3 +160,49 @@ def test_a_link_that_is_dropped_or_gets_another_endpoint_is_not_connected(server
     assert asker.wait() == [("a", "tcp://two:1", "tcp://10.0.0.2:1")]
     server.end.set()
     assert not any(link in asker.addresses for link in "abc")
+
+
+def test_a_name_that_nobody_resolves_holds_up_no_other_link(site: Site, server: Server) -> None:
+    """ZMQ would ask from the one thread that serves every socket, for a minute."""
+    good, owner, _, _ = site.door()
+    sender, sent = site.mailbox("sender", resolve=server)
+    sender.link("good", good, from_peer=True)
+    for number in range(20):
+        sender.link(f"bad{number}", f"tcp://bad{number}.example:1", from_peer=True)
+        post(sender, f"bad{number}", NEWS)
+    for _ in range(10):
+        post(sender, "good", NEWS)
+        assert [message for _, message in collect(owner, 1)] == [NEWS]
+        sender.receive(0)
+    assert sent.of[Counter.SENDS_REFUSED] == 0
+    for number in range(20):
+        for _ in range(2 * HELD_MAX):
+            post(sender, f"bad{number}", NEWS)
+        sender.unlink(f"bad{number}")
+    assert sent.of[Counter.SENDS_REFUSED] >= 20 * HELD_MAX
+
+
+def test_what_is_said_before_the_address_is_known_arrives_when_it_is(
+    site: Site, server: Server
+) -> None:
+    server.known = {"good.example": "127.0.0.1"}
+    good, owner, _, _ = site.door()
+    sender, sent = site.mailbox("sender", resolve=server)
+    endpoint = good.replace("127.0.0.1", "good.example")
+    sender.link("to", endpoint, from_peer=True)
+    for number in range(3):
+        sender.post("to", NewsTaken(number, 3))
+    found: list[Envelope] = []
+
+    def arrived() -> bool:
+        sender.flush(monotonic_ns())
+        sender.receive(5)
+        found.extend(owner.receive(5))
+        return len(found) >= 3
+
+    wait_until(arrived, WAIT_S, "what was said before")
+    assert [message for _, message in found] == [NewsTaken(number, 3) for number in range(3)]
+    sender.link("to", endpoint, from_peer=True)  # no news
+    post(sender, "to", NEWS)
+    assert [message for _, message in collect(owner, 1)] == [NEWS]
+    assert sent.of[Counter.SENDS_REFUSED] == 0

@@ -30,6 +30,7 @@ from msgspec import Meta
 
 from pdrt.clock import Clock, monotonic_ns, to_ns
 from pdrt.errors import AttachFailed, BadConfig, PortInUse
+from pdrt.protocol.codec import UNDECODABLE
 from pdrt.protocol.layout import RegionMap
 from pdrt.protocol.peers import instance_digest
 
@@ -64,6 +65,22 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
     listener_row: int = 0
     worker_rows: tuple[int, ...] = ()
     resend_s: float = 0.2
+
+
+def read_request(data: bytes) -> AttachRequest:
+    """Raises AttachFailed and nothing else, whatever the bytes are."""
+    try:
+        return msgspec.msgpack.decode(data, type=AttachRequest)
+    except UNDECODABLE as error:
+        raise AttachFailed(f"not an attach request: {error}") from None
+
+
+def read_reply(data: bytes) -> AttachReply:
+    """Raises AttachFailed and nothing else, whatever the bytes are."""
+    try:
+        return msgspec.msgpack.decode(data, type=AttachReply)
+    except (*UNDECODABLE, BadConfig) as error:  # BadConfig: an impossible layout
+        raise AttachFailed(f"not an attach reply: {error}") from None
 
 
 def bind(address: str) -> socket.socket:
@@ -111,7 +128,7 @@ def request(
         client.connect(_sockaddr(address))
         _send(client, msgspec.msgpack.encode(ask))
         reply, fds = _read_answer(client)
-    except (OSError, msgspec.MsgspecError, BadConfig) as error:  # BadConfig: an impossible layout
+    except (OSError, AttachFailed) as error:
         client.close()
         raise AttachFailed(f"no pdrt runtime answers at {address}: {error}") from None
     if reply.error:
@@ -146,7 +163,7 @@ class Asking:
                 return None
             self.close()
             raise AttachFailed(f"{self._address} does not answer") from None
-        except (OSError, msgspec.MsgspecError, BadConfig) as error:
+        except (OSError, AttachFailed) as error:
             self.close()
             raise AttachFailed(f"no pdrt runtime answers at {self._address}: {error}") from None
         if reply.error:
@@ -172,7 +189,7 @@ def _send(client: socket.socket, ask: bytes) -> None:
 
 
 def _read_answer(client: socket.socket) -> tuple[AttachReply, list[int]]:
-    """Raises OSError, MsgspecError, BadConfig; keeps no descriptor then."""
+    """Raises OSError and AttachFailed; keeps no descriptor then."""
     try:
         data, fds, flags, _ = socket.recv_fds(client, REPLY_BYTES_MAX, 260)
     except ConnectionResetError:  # closed with our request unread; its answer stands behind that
@@ -182,8 +199,8 @@ def _read_answer(client: socket.socket) -> tuple[AttachReply, list[int]]:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         for fd in fds:  # recv_fds takes flags and ignores them, MSG_CMSG_CLOEXEC too
             os.set_inheritable(fd, False)
-        return msgspec.msgpack.decode(data, type=AttachReply), fds
-    except (OSError, msgspec.MsgspecError, BadConfig):
+        return read_reply(data), fds
+    except (OSError, AttachFailed):
         for fd in fds:
             os.close(fd)
         raise
@@ -280,9 +297,9 @@ class AttachService:
 
     def _answer(self, fd: int, data: bytes, pid: int) -> tuple[AttachReply, list[int]]:
         try:
-            ask = msgspec.msgpack.decode(data, type=AttachRequest)
-        except msgspec.MsgspecError as error:
-            return AttachReply(error=f"not an attach request: {error}"), []
+            ask = read_request(data)
+        except AttachFailed as error:
+            return AttachReply(error=str(error)), []
         if ask.version != 1:
             return AttachReply(error=f"attach version {ask.version}; this runtime speaks 1"), []
         if ask.kind == "region":

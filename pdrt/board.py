@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from pdrt import failpoints
 from pdrt.shm_status import INCARNATION_MASK, StatusTable
 
 log = logging.getLogger("pdrt.runtime")
@@ -33,6 +34,7 @@ class TableBoard:
     def buried(self, row: int, incarnation: int) -> None:
         self._table.bury(row)
         self.pids.pop(row, None)
+        failpoints.hit("board.buried.before_sweep")
         self.sweep()  # at once: whoever takes the row must not meet rooms of the dead
 
     def failed(self, row: int, detail: str) -> None:

@@ -47,6 +47,7 @@ import numpy as np
 from atomicshm import AtomicView
 from numpy.typing import NDArray
 
+from pdrt import failpoints
 from pdrt.clock import MILLISECOND_NS
 from pdrt.errors import AttachFailed, Closed, NoMemory, TableFull, is_exhausted
 from pdrt.protocol.counters import COUNTERS_MAX, Counter, bucket_of
@@ -116,6 +117,11 @@ class Word(NamedTuple):
     reason: Reason
     owner: Owner
     generation: int
+
+    @property
+    def untouched(self) -> bool:
+        """Was no byte of it ever allowed to move?  Who moves them is named before the first."""
+        return not self.owner.row
 
 
 NOBODY = Owner(0, 0)
@@ -298,6 +304,7 @@ class StatusTable:
         """Claim a free slot and publish a room in Bootstrapping, opened by `me`.  Raises
         TableFull."""
         slot, generation = self._claim()
+        failpoints.hit("table.open.claimed")
         at = self._slots + slot * SLOT_BYTES
         tag = (generation & TAG_MASK) << TAG_SHIFT
         store = self._store
@@ -313,6 +320,7 @@ class StatusTable:
         self.map[at + DETAIL : at + DETAIL + DETAIL_BYTES] = _NO_DETAIL
         store(at + ENTERED + 8 * KVPoll.Bootstrapping, now_ns)
         store(at + PATH, tag)
+        failpoints.hit("table.open.before_word")
         store(at, pack(KVPoll.Bootstrapping, False, 0, NOBODY, generation))
         self.count(Counter.ROOMS_OPENED)
         return Handle(room, slot, generation)
@@ -400,6 +408,7 @@ class StatusTable:
 
     def _entered(self, at: int, state: int, after: int, reason: Reason, now_ns: int) -> None:
         """Times and counters of a move this process has just made.  Statistics, never the truth."""
+        failpoints.hit("table.move.after_cas")
         if after == state:
             return
         self._store(at + ENTERED + 8 * after, now_ns)

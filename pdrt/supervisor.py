@@ -17,6 +17,7 @@ from functools import partial
 from types import TracebackType
 from typing import Self
 
+from pdrt import failpoints
 from pdrt.child import PR_SET_CHILD_SUBREAPER, ChildProcess, prctl
 from pdrt.children import Child, standby_for, standby_may_come
 from pdrt.clock import SECOND_NS, Clock, monotonic_ns, to_ns
@@ -171,7 +172,7 @@ class Supervisor:
         for child in reversed(self._children):
             if child.phase in SUPERVISED:
                 self._terminate(child, f"stop: {reason}")
-            while child.phase in DYING:
+            while child.phase in DYING and child.process is not None:
                 self.step()
             if child.process is None:
                 child.phase = Phase.DONE
@@ -226,20 +227,22 @@ class Supervisor:
 
     def _adopt(self, child: Child, process: ChildProcess, ready_s: float, how: str) -> None:
         name, row = child.spec.name, child.spec.row
-        self._board.incarnate(row, child.incarnation, process.pid)
-        self._loop.watch(process.pidfd, partial(self._on_exit, child))
+        self._loop.watch(process.pidfd, partial(self._on_exit, child))  # first: `stop` relies on it
         child.launched_ns = self._loop.clock_ns
         self._enter(child, Phase.STARTING, ready_s)
+        failpoints.hit("supervisor.launch.before_row")
+        self._board.incarnate(row, child.incarnation, process.pid)
         logger.info("%s name=%s incarnation=%d pid=%d", how, name, child.incarnation, process.pid)
 
     def _promote(self, standby: Child, child: Child) -> None:
         """The standby's process takes the child's row; another standby follows."""
         process = child.take_over(standby)
+        self._enter(standby, Phase.BACKOFF, NEXT_STANDBY_S)  # first: it has no process to tend now
         self._loop.unwatch(process.pidfd)
         self._loop.guard(partial(self._board.buried, standby.spec.row, standby.incarnation))
         self._adopt(child, process, PROMOTED_S, "promoted")
+        failpoints.hit("supervisor.promote.half")
         standby.promote(child.spec.name)
-        self._enter(standby, Phase.BACKOFF, NEXT_STANDBY_S)
 
     def _tend(self, child: Child) -> None:
         """Move on what moves by time, by the board, or by a process group getting empty."""
@@ -286,6 +289,7 @@ class Supervisor:
         child.blame = child.blame or blame
         logger.warning("killing name=%s pid=%d cause=%r", child.spec.name, child.process.pid, blame)
         child.process.kill()
+        failpoints.hit("supervisor.kill.sent")
         self._enter(child, Phase.KILLED, self._kill_s)
 
     def _quarantine(self, child: Child) -> None:
@@ -301,16 +305,19 @@ class Supervisor:
         child.exit_code = child.process.reap()
         if child.exit_code is None:
             return  # dead, but a debugger holds it; the pidfd stays readable
+        failpoints.hit("supervisor.exit.seen")
         self._loop.unwatch(child.process.pidfd)
         if child.phase is Phase.STARTING and self._board.ready(child.spec.row):
             self._rise(child)  # it was, for less than a beat: this is no failed start
         self._enter(child, Phase.BURYING, HELPERS_S)
 
     def _bury(self, child: Child, process: ChildProcess) -> None:
+        failpoints.hit("supervisor.bury.before_sweep")
         process.close()
         child.process = None
         child.forget()
         self._loop.guard(partial(self._board.buried, child.spec.row, child.incarnation))
+        failpoints.hit("supervisor.bury.after_sweep")
         self._after_death(child, child.blame or process.describe_exit())
 
     def _after_death(self, child: Child, cause: str, *, excused: bool = False) -> None:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
+from pdrt import failpoints
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, Clock
 from pdrt.mail.mailbox import Address, Mailbox
 from pdrt.protocol.codec import Malformed
@@ -22,6 +23,7 @@ BEAT_NS = 50 * MILLISECOND_NS
 # only costs; a beat must not wait for two.
 BUSY_MS, IDLE_MS = 20, 50
 LOG_LINES_A_SECOND = 10
+CONTROL_DOOR = "control"  # the one that peers, and strangers, knock at
 DEAF_NS = 200 * MILLISECOND_NS  # between two looks, this much counts as silence
 
 log = logging.getLogger("pdrt.actor")
@@ -84,7 +86,9 @@ def run(
                     log.exception("message dropped: %.200r", message)
             beaten_ns = _beat(table, beaten_ns, clock())  # a turn may hold many slow ones
         sleep_ms = actor.tick(now_ns)
+        failpoints.hit("actor.turn.before_flush")
         mailbox.flush(now_ns)
+        failpoints.hit("actor.turn.before_wake")
         wake()
         beaten_ns = _beat(table, beaten_ns, now_ns)
 

@@ -4,13 +4,14 @@ loop."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pdrt import attach
+from pdrt import attach, failpoints
 from pdrt.actors import base
 from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.decodes import worker_link
@@ -38,6 +39,7 @@ LISTENER_STANDBY_ROW, WORKER_STANDBY_ROW = 3, 4
 WORKERS_MAX, ENGINES_MAX = 40, 8
 WORKER = "worker"  # and its rank: the name of a worker's child
 FETCH_TIMEOUT_S = 1.0
+REGION_KEY = re.compile(r"([0-9]{1,3})#([0-9]{1,10})")  # rank and epoch of its worker
 STANDBY_BEAT_S = 0.25  # nobody waits for it, and every wake-up costs an idle tree
 
 
@@ -99,6 +101,7 @@ def _run(actor: base.Actor, mailbox: Mailbox, table: StatusTable, wake: Waker) -
         stopped = True
 
     signal.signal(signal.SIGTERM, stop)
+    failpoints.hit("actor.start.before_ready")
     table.announce_ready()
     base.run(actor, mailbox, table, monotonic_ns, stopping=lambda: stopped, wake=wake.flush)
     mailbox.close()
@@ -110,7 +113,7 @@ def run_listener(boot: Boot) -> None:
     mailbox.open_door("local", boot.listener_endpoint, boot.local_door.fd, from_peer=False)
     host, _, port = boot.control.rpartition(":")
     endpoint = f"tcp://{host}:{port}"
-    mailbox.open_door("control", endpoint, boot.control_door.fd, from_peer=True)
+    mailbox.open_door(base.CONTROL_DOOR, endpoint, boot.control_door.fd, from_peer=True)
     for rank in range(boot.layout.ranks):
         mailbox.link(worker_link(rank), boot.worker_endpoint(rank))
     wake = Waker(boot.wakes)
@@ -169,9 +172,11 @@ def _stand_by(promotion: Promotion, boot: Boot, row: int) -> str:
     table.me = Owner(row, table.incarnation(row))
     table.announce_ready()
     try:
-        return promotion.wait(lambda: table.beat(monotonic_ns()), STANDBY_BEAT_S)
+        name = promotion.wait(lambda: table.beat(monotonic_ns()), STANDBY_BEAT_S)
     finally:
         table.close()
+    failpoints.hit("standby.promotion.read")
+    return name
 
 
 def run_worker(boot: Boot, rank: int, spare: NixlTransport | None = None) -> None:
@@ -213,10 +218,11 @@ class RegionFetch:
 
     def __init__(self, address: str, key: str, instance: str) -> None:
         """Raises TransportError."""
-        rank, _, epoch = key.partition("#")
-        if not (rank.isdecimal() and epoch.isdecimal()):
-            raise TransportError(f"{key!r} is no region")
-        ask = AttachRequest(kind="region", rank=int(rank), epoch=int(epoch), instance=instance)
+        parts = REGION_KEY.fullmatch(key)
+        if parts is None:
+            raise TransportError(f"{key[:100]!r} is no region")
+        rank, epoch = map(int, parts.groups())
+        ask = AttachRequest(kind="region", rank=rank, epoch=epoch, instance=instance)
         self._asking = attach.Asking(address, ask, timeout_s=FETCH_TIMEOUT_S)
 
     def poll(self) -> tuple[int, int] | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pdrt import failpoints
 from pdrt.actors.prefills import Prefill, Prefills
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
@@ -33,6 +34,7 @@ from pdrt.shm_status import (
 )
 
 PAUSE_MAX_NS = 1000 * MILLISECOND_NS
+UNANSWERED = (Reason.PEER_LOST, Reason.BOOTSTRAP_TIMEOUT)
 FAILING_MAX = 65536  # rooms that are told again and again
 
 
@@ -84,8 +86,10 @@ class Failing:
             self.become_quiet(handle.slot, handle.generation)
         prefill = self._prefills.get(room.peer)
         room.told = not tell
-        # If nobody answers there, nobody has heard of a room that we know from its beginning.
-        nobody = prefill is None or (room.whole and not prefill.instance)
+        # A room that we know from its beginning, and that ends because nobody answers there, has
+        # nobody to be told.  Otherwise our hello may just be under way: prefill's half is open.
+        unheard = prefill is None or (room.whole and not prefill.instance)
+        nobody = prefill is None or (unheard and reason in UNANSWERED)
         if nobody or (room.told and not self._is_unquiet(handle)):
             return
         room.abort = Abort(
@@ -125,6 +129,7 @@ class Failing:
 
     def _send(self, room: Room, now_ns: int) -> None:
         assert room.abort is not None
+        failpoints.hit("decode.fail.before_abort")
         again = room.told or now_ns >= room.until_ns  # then only quiet is missing
         room.due_ns = now_ns + (PAUSE_MAX_NS if again else to_ns(self._timeouts.resend_s))
         prefill = self._prefills.get(room.peer)
@@ -147,6 +152,7 @@ class Failing:
             self.become_quiet(said.slot, said.generation)
 
     def become_quiet(self, slot: int, generation: int) -> None:
+        failpoints.hit("decode.quiet.before_mark")
         if self._table.set_quiet(slot, generation):
             self._wake(self._table.opener_row(slot))
 

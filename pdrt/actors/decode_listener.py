@@ -13,8 +13,10 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from pdrt.actors.base import BUSY_MS, IDLE_MS
+from pdrt import failpoints
+from pdrt.actors.base import BUSY_MS, CONTROL_DOOR, IDLE_MS
 from pdrt.actors.decode_failing import PAUSE_MAX_NS, Failing, Room
+from pdrt.actors.past import Seen
 from pdrt.actors.prefills import Prefill, Prefills
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
@@ -83,7 +85,7 @@ class DecodeListener:
             nobody_listens=nobody_listens,
         )
         self._rooms: dict[int, Room] = {}  # by slot
-        self._seen: dict[int, int] = {}  # slot -> generation of the last room that we took note of
+        self._seen = Seen()
         self._failing = Failing(instance, table, mailbox, timeouts, self._prefills, wake)
         self._scanned_ns = self._beaten_ns = 0
 
@@ -93,7 +95,7 @@ class DecodeListener:
         match message:
             case Opened():
                 self._on_opened(message, now_ns)
-            case Destination():
+            case Destination() if sender[0] != CONTROL_DOOR:  # our engine's to say, no peer's
                 self._on_destination(message, now_ns)
             case Landed():
                 self._on_landed(sender, message, now_ns)
@@ -190,7 +192,7 @@ class DecodeListener:
             return
         if (older := self._rooms.get(opened.slot)) is not None:
             self._look(older, now_ns)
-        self._seen[opened.slot] = opened.generation
+        self._seen.note(opened.slot, opened.generation)
         whole = state < KVPoll.Transferring
         room = self._rooms[opened.slot] = Room(handle, opened.rank, opened.peer, whole)
         room.due_ns = now_ns + EXPECT_AFTER_NS
@@ -209,6 +211,7 @@ class DecodeListener:
         self._table.set_path(
             handle.slot, handle.generation, code, instance_digest(prefill.instance)
         )
+        failpoints.hit("decode.peer_known.before_move")
         if self._table.move(handle.slot, handle.generation, Event.PEER_KNOWN, now_ns=now_ns):
             self._wake(self._table.opener_row(handle.slot))
 
@@ -219,6 +222,7 @@ class DecodeListener:
             return
         if room.destination is None:
             room.destination = destination
+            failpoints.hit("decode.destination.before_post")
             self._send_destination(room, now_ns)
 
     def _send_destination(self, room: Room, now_ns: int) -> None:
@@ -244,6 +248,7 @@ class DecodeListener:
         if room is not None:
             room.taken = True
             room.due_ns = now_ns + PAUSE_MAX_NS
+            failpoints.hit("decode.taken.before_mark")
             self._table.set_taken(taken.slot, taken.generation, 1)
         else:
             self._failing.disown(sender, taken.slot, taken.generation)
@@ -263,7 +268,9 @@ class DecodeListener:
         self._table.set_moved(slot, generation, landed.length_bytes)
         self._table.set_taken(slot, generation, max(1, landed.chunks))
         room = self._find(slot, generation)
+        failpoints.hit("decode.landed.before_move")
         if self._table.move(slot, generation, Event.LANDED, now_ns=now_ns):
+            failpoints.hit("decode.landed.after_move")
             self._table.count(Counter.BYTES_MOVED, landed.length_bytes)
             self._table.count(Counter.CHUNKS_MOVED, landed.chunks)
             self._wake(self._table.opener_row(slot))
@@ -285,12 +292,9 @@ class DecodeListener:
         room = self._find(slot, generation)
         if room is not None:
             self._look(room, now_ns, tell=False)
-        self._mailbox.post(
-            sender,
-            AbortTaken(
-                abort.room, abort.rank, abort.slot, abort.generation, abort.instance, abort.quiet
-            ),
-        )
+        failpoints.hit("decode.abort.before_answer")
+        whose = abort.room, abort.rank, abort.slot, abort.generation, abort.instance
+        self._mailbox.post(sender, AbortTaken(*whose, abort.quiet))
 
     # --- a room ends -----------------------------------------------------------------------------
 
@@ -311,17 +315,19 @@ class DecodeListener:
     def _on_unseen(self, ended: Ended, now_ns: int) -> None:
         """A room failed that we never saw open: perhaps there was no listener then.  Its prefill is
         told all the same, if the engine names it; else it has only its own deadline."""
-        old = self._seen.get(ended.slot, -1) >= ended.generation
-        if old or not ended.failed or not ended.peer or ended.slot >= self._table.rooms_max:
+        possible = ended.failed and ended.peer and ended.slot < self._table.rooms_max
+        if not possible or not self._seen.is_news(ended.slot, ended.generation):
             return
-        self._seen[ended.slot] = ended.generation
         self._prefills.dial(ended.peer, now_ns)
         room = Room(Handle(ended.room, ended.slot, ended.generation), ended.rank, ended.peer)
         self._fail(room, Reason(ended.reason), now_ns, tell=True)
 
     def _look(self, room: Room, now_ns: int, *, tell: bool = True) -> None:
         word = self._table.read(room.handle.slot, room.handle.generation)
-        if word is None or word.state is KVPoll.Success:
+        if word is None:  # cleared before we saw how it ended: `Ended` says so, if it failed
+            self._seen.miss(*room.handle[1:])
+            self._leave(room)
+        elif word.state is KVPoll.Success:
             self._leave(room)
         elif word.state is KVPoll.Failed:
             self._fail(room, word.reason, now_ns, tell=tell)
@@ -381,19 +387,11 @@ class DecodeListener:
                 continue
             room.pause_ns = min(max(2 * room.pause_ns, EXPECT_AFTER_NS), PAUSE_MAX_NS)
             room.due_ns = now_ns + room.pause_ns
+            self._peer_known(room, prefill, now_ns)  # should what said so have been dropped midway
             if room.destination is not None and not room.taken:
                 self._table.count(Counter.RESENDS)
                 self._post_destination(room, room.destination, prefill)
                 continue
-            handle = room.handle
-            self._mailbox.post(
-                prefill.link,
-                Expect(
-                    handle.room,
-                    room.rank,
-                    handle.slot,
-                    handle.generation,
-                    self._instance,
-                    sent=room.taken,
-                ),
-            )
+            id_, slot, generation = room.handle
+            expect = Expect(id_, room.rank, slot, generation, self._instance, sent=room.taken)
+            self._mailbox.post(prefill.link, expect)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from pdrt import failpoints
 from pdrt.actors.base import Throttle, deaf_for
 from pdrt.actors.missing import Missing
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, to_ns
@@ -117,7 +118,7 @@ class Decodes:
         self._replaced: list[Decode] = []  # forgotten, and not yet returned by `take_lost`
         self._buried: dict[str, None] = {}  # instances, in the order they were replaced
         self._worker_epochs: dict[int, int] = {}
-        self._looked_ns = 0  # when silence was looked for last
+        self._looked_ns = self._began_ns = 0  # when silence was looked for last, and first
         self._may_log = Throttle()
 
     def get(self, instance: str) -> Decode | None:
@@ -181,6 +182,7 @@ class Decodes:
             r: w for r, w in known.warm.items() if w.agent_epoch == epochs[r] and w.transport
         }
         if not self._answer(known):
+            failpoints.hit("prefill.introduce.before_workers")
             for rank in ranks:
                 self._tell_worker(known, rank)
 
@@ -219,14 +221,21 @@ class Decodes:
         up = PeerUp(introduction.instance, introduction.control, agent, same_host)
         self._mailbox.post(worker_link(rank), up)
 
-    def warmed(self, warm: PeerWarm) -> None:
+    def warmed(self, warm: PeerWarm, now_ns: int) -> None:
         """A worker has, or cannot have, a path to one rank of a decode."""
+        if warm.rank >= self._layout.ranks:
+            return
         decode = self._known.get(warm.instance)
-        if decode is None or warm.rank >= self._layout.ranks:
+        if decode is None:
+            # A listener before us knew it.  If it lives, it has come to us, too, in this time.
+            if self._began_ns and now_ns - self._began_ns > to_ns(2 * self._timeouts.peer_s):
+                self._mailbox.post(worker_link(warm.rank), PeerGone(warm.instance))
             return
         agent = decode.agent(warm.rank)
-        if agent is not None and agent.epoch == warm.agent_epoch:
-            decode.warm[warm.rank] = warm
+        if agent is None or agent.epoch != warm.agent_epoch:
+            return
+        known, decode.warm[warm.rank] = decode.warm.get(warm.rank), warm
+        if known != warm:
             self._answer(decode)
 
     def _answer(self, decode: Decode) -> bool:
@@ -244,7 +253,7 @@ class Decodes:
 
     def worker_up(self, rank: int, epoch: int) -> bool:
         """A worker announced itself.  True if it is another one than before: it knows nothing."""
-        if self._worker_epochs.get(rank) == epoch:
+        if rank >= self._layout.ranks or self._worker_epochs.get(rank) == epoch:
             return False
         self._worker_epochs[rank] = epoch
         for decode in self._known.values():
@@ -276,6 +285,7 @@ class Decodes:
         """Forget every decode that has been silent for too long, or whose tree is gone, if somebody
         waits for one; return them, and those whose address another has now."""
         deaf_ns, self._looked_ns = deaf_for(self._looked_ns, now_ns), now_ns
+        self._began_ns = self._began_ns or now_ns
         lost = [(decode, Reason.PEER_RESTARTED) for decode in self._replaced]
         self._replaced = []
         for decode in self._known.values():

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from pdrt import failpoints
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.protocol.counters import Counter
@@ -33,6 +34,8 @@ from pdrt.shm_status import (
 )
 
 IDLE_FENCE_NS = SECOND_NS  # idle for so long, a worker is fenced early: nobody else pays for it
+
+Cells = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]  # of a slot
 
 log = logging.getLogger("pdrt.janitor")
 
@@ -57,6 +60,9 @@ class Janitor:
         self._wake = wake
         self._busy_ns: dict[int, int] = {}  # row -> when it last had a room that moves
         self._fenced: dict[int, int] = {}  # row -> incarnation restarted on purpose
+        self._undated: dict[
+            int, tuple[int, int]
+        ] = {}  # slot -> generation, when first seen unquiet
 
     def sweep(self, now_ns: int) -> int:
         """One pass over the live rooms.  Returns how many it changed."""
@@ -87,6 +93,7 @@ class Janitor:
             self._busy_ns[row_index] = now_ns
         changed = 0
         for i in np.flatnonzero(late | owner_dead | opener_dead | unquiet | claimed).tolist():
+            failpoints.hit("janitor.sweep.before_room")
             slot, generation = int(slots[i]), int(words[i] >> np.uint64(GENERATION_SHIFT))
             if claimed[i]:
                 if owner_dead[i]:
@@ -101,7 +108,7 @@ class Janitor:
                     reason = Reason.WORKER_FENCED if planned else Reason.WORKER_DIED
                 changed += self._bury(slot, generation, reason, now_ns)
             if unquiet[i]:
-                failed_ns = int(rows[i, ENTERED // 8])
+                failed_ns = self._failed_ns(rows[i], slot, generation, now_ns)
                 self._settle(rows[i], slot, generation, bool(owner_dead[i]), now_ns, failed_ns)
             # Not in the sweep that ended it: the listener has yet to read how, and tell the peer.
             if opener_dead[i] and not is_open[i] and table.clear(slot, generation):
@@ -115,14 +122,28 @@ class Janitor:
         if word is None or word.state not in OPEN:
             return 0
         if table.move(slot, generation, Event.FAULT, now_ns=now_ns, reason=reason):
+            failpoints.hit("janitor.bury.after_move")
             table.count(Counter.SWEPT)
             self._wake(table.opener_row(slot))
             return 1
         return 0
 
+    def _failed_ns(self, row: Cells, slot: int, generation: int, now_ns: int) -> int:
+        """When a room failed.  Who failed it notes that afterwards: perhaps not yet, perhaps never,
+        and perhaps a note of the slot's last room came late.  Then it is since we have known."""
+        opened_ns, failed_ns = (
+            int(row[ENTERED // 8 + s]) for s in (KVPoll.Bootstrapping, KVPoll.Failed)
+        )
+        if failed_ns >= opened_ns:
+            return failed_ns
+        undated = self._undated.get(slot)
+        if undated is None or undated[0] != generation:
+            self._undated[slot] = undated = generation, now_ns
+        return undated[1]
+
     def _settle(
         self,
-        row: np.ndarray[tuple[int, ...], np.dtype[np.uint64]],
+        row: Cells,
         slot: int,
         generation: int,
         owner_dead: bool,
@@ -147,7 +168,8 @@ class Janitor:
         rest_ns = now_ns - self._busy_ns.get(owner_row, 0)
         idle = table.role is Role.DECODE and min(age_ns, rest_ns) > IDLE_FENCE_NS
         if idle or age_ns > to_ns(self._timeouts.quiet_s):
-            self._fenced[owner_row] = owner
+            failpoints.hit("janitor.settle.before_fence")
+            self._fence(owner_row, f"room {int(row[1])} did not become quiet")
+            self._fenced[owner_row] = owner  # last: if asking fails, the next sweep asks again
             table.count(Counter.QUIET_FORCED)
             log.warning("row=%d room=%d not quiet: its worker is restarted", owner_row, int(row[1]))
-            self._fence(owner_row, f"room {int(row[1])} did not become quiet")

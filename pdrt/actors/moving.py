@@ -39,12 +39,14 @@ class Room:
     moved_bytes: int = 0
     chunks_moved: int = 0  # counted when queued; read when all have landed
     fence: int | None = None
+    still_turns: int = 0  # of the worker, in which nothing of this room moved
     ending: bool = False
     broken: bool = False  # a write FAILED: what of it landed, only a fence can settle
 
     def queue(self, chunk: Chunk, region: RegionMap, pages_max: int) -> None:
         """Cut a chunk into pieces of at most so many pages, to be posted in this order.  The aux
-        row goes with the last one.  Path and destination are known."""
+        row goes with the last one.  Path and destination are known.  If cutting fails, nothing was
+        queued: a room with half of its pieces would succeed without the others."""
         assert self.destination is not None
         assert self.path is not None
         local_pages, destination = chunk.pages, self.destination
@@ -54,12 +56,14 @@ class Room:
             local_pages += _page(region.pages_count + chunk.aux_index)
             remote_pages += _page(self.path.agent.pages_count + destination.aux_index)
             length_bytes += AUX_ROW_BYTES
-            self.last_queued = True
-        self.chunks_moved += 1
         local = np.frombuffer(local_pages, dtype="<i4")
         remote = np.frombuffer(remote_pages, dtype="<i4")
+        pieces = []
         for first in range(0, max(len(local), 1), pages_max):
             end = first + pages_max
             piece_bytes = min(length_bytes, pages_max * region.page_bytes)
             length_bytes -= piece_bytes
-            self.pieces.append(Piece(local[first:end], remote[first:end], piece_bytes))
+            pieces.append(Piece(local[first:end], remote[first:end], piece_bytes))
+        self.pieces.extend(pieces)
+        self.chunks_moved += 1
+        self.last_queued |= chunk.last

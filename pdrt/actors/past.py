@@ -9,12 +9,12 @@ room id again, and late news of its first use must not touch the second.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-import msgspec
-
+from pdrt import failpoints
+from pdrt.actors.taken import Taken
 from pdrt.clock import MILLISECOND_NS, SECOND_NS
 from pdrt.protocol.messages import Abort, AbortTaken, Destination, Expect, Landed
 from pdrt.protocol.states import Reason, told_by_peer
@@ -23,6 +23,7 @@ from pdrt.shm_status import Handle
 MEMORY_MAX = 65536  # of each kind
 EARLY_BYTES_MAX = 256 << 20  # of page numbers in destinations that wait for our half
 VANISHED_NS = 100 * MILLISECOND_NS  # how long the end of a cleared room may be under way to us
+MISSED_MAX, MISSED_OF_SLOT = 8192, 16  # rooms whose end may be under way, in all and of a slot
 EARLY_NS = 5 * SECOND_NS  # a decode asks after its destination once a second
 
 Key = tuple[int, int]  # room, rank
@@ -83,6 +84,7 @@ class Past:
         self._session = session
         self._give_up_ns = give_up_ns
         self._forgot = forgot
+        self.taken = Taken(forgot)  # what was given to a room of ours, and so perhaps to a worker
         self.over: OrderedDict[Theirs, Landed | Abort] = OrderedDict()
         self.unclaimed: OrderedDict[Key, Room] = OrderedDict()  # failed before a decode asked
         self.early: OrderedDict[Key, Destination] = OrderedDict()  # came before our half
@@ -92,7 +94,7 @@ class Past:
         self._given_up: OrderedDict[Key, GivenUp] = OrderedDict()
 
     @property
-    def full(self) -> bool:
+    def _full(self) -> bool:
         """No place for another early destination: those are never dropped in silence."""
         return len(self.early) >= MEMORY_MAX or self._early_bytes >= EARLY_BYTES_MAX
 
@@ -103,12 +105,14 @@ class Past:
         self.early[key] = destination
         self._early_until_ns[key] = now_ns + EARLY_NS
 
-    def is_for_another(self, room: Room | None, destination: Destination) -> bool:
-        """Does another decode, or another room of this one, have that id?"""
+    def refuses(self, room: Room | None, destination: Destination) -> bool:
+        """Does another decode, or another room of this one, have that id, or is there no place for
+        it?  What we keep has its place: refused when it is sent again, it would still be given to
+        our half."""
         if room is not None:
             return room.destination is not None and room.theirs != theirs_of(destination)
         early = self.early.get((destination.room, destination.rank))
-        return early is not None and early.instance != destination.instance
+        return self._full if early is None else early.instance != destination.instance
 
     def drop_unasked(self, now_ns: int) -> None:
         for key, until_ns in list(self._early_until_ns.items()):
@@ -129,25 +133,38 @@ class Past:
 
     def taken_of(self, key: Key, theirs: Theirs) -> AbortTaken:
         """What a decode hears of its abort."""
+        failpoints.hit("prefill.abort.before_answer")
         instance, slot, generation = theirs
         over = self.over.get(theirs)
-        quiet = over.quiet if isinstance(over, Abort) else True
+        quiet = over.quiet if isinstance(over, Abort) else over is not None
         return AbortTaken(*key, slot, generation, instance, quiet, self._session)
 
     def lost(self, key: Key, theirs: Theirs) -> Abort:
         """What a decode hears of a room whose end nobody knows any more."""
         return self.abort_of(key, theirs, Reason.PEER_LOST, quiet=False)
 
-    def lose(self, rooms: Iterable[Room]) -> None:
-        for room in rooms:
-            if room.theirs != NOBODY:
-                room.reason = Reason.PEER_LOST
-                self.fail(room)
+    def lose(self, room: Room) -> None:
+        """Nobody has said how it ended."""
+        if room.theirs != NOBODY:
+            room.reason = Reason.PEER_LOST
+            self.fail(room)
+
+    def _end(self, key: Key, theirs: Theirs, reason: Reason, *, quiet: bool) -> Abort:
+        """What a decode hears of a failed room from now on.  If that is that nothing of it can
+        land, then no room of ours may get its destination any more: a copy of that may come late,
+        when we have forgotten all this."""
+        if quiet:
+            self.taken.spend(*theirs)
+        abort = self.abort_of(key, theirs, reason, quiet=quiet)
+        self.remember(self.over, theirs, abort)
+        return abort
+
+    def refuse(self, key: Key, theirs: Theirs, reason: Reason) -> Abort:
+        """A destination that no room of ours has."""
+        return self._end(key, theirs, reason, quiet=True)
 
     def fail(self, room: Room) -> None:
-        """What a decode hears of a failed room from now on."""
-        abort = self.abort_of(room.key, room.theirs, room.reason, quiet=room.fenced)
-        self.remember(self.over, room.theirs, abort)
+        self._end(room.key, room.theirs, room.reason, quiet=room.fenced)
 
     def succeed(self, room: Room, moved_bytes: int) -> None:
         instance, slot, generation = room.theirs
@@ -158,17 +175,13 @@ class Past:
         """A decode gave up a room of which we know nothing.  Unless the id is `opened` by another,
         our half is still to come, and will be of no use.
 
-        Nothing of it can land, we say, only if we were the first to be sent its destination: what
-        we do not remember we never gave to a worker.  Of one that a predecessor of ours had first,
-        we cannot know; then decode's own fence at the quiet bound settles it."""
+        Nothing of it can land, we say, only if we were the first to be sent its destination, and
+        never gave it to a room: how that one ended, we may have forgotten.  Of a destination that a
+        predecessor of ours had first, we cannot know.  Then decode's own fence at the quiet bound
+        settles it."""
         theirs = theirs_of(abort)
-        over = msgspec.structs.replace(
-            abort,
-            reason=Reason.PEER_ABORTED,
-            quiet=abort.session == self._session,
-            session=self._session,
-        )
-        self.remember(self.over, theirs, over)
+        quiet = abort.session == self._session and not self.taken.had(*theirs)
+        self._end(key, theirs, Reason.PEER_ABORTED, quiet=quiet)
         if not opened:
             self._given_up.pop(key, None)
             end = GivenUp(now_ns + self._give_up_ns, theirs, told_by_peer(abort.reason))
@@ -204,6 +217,40 @@ class Past:
         for memory in (self.early, self.asked):
             for key in [k for k, m in memory.items() if m.instance == instance]:
                 del memory[key]
+
+
+class Seen:
+    """Of which rooms of our slots we took note, so that the end of one that we never saw open is
+    told from a late word on one whose end we know.
+
+    A slot may be cleared and opened again before we hear of the room that was there: the table then
+    shows us the later room first, and the end of the earlier one is still under way to us."""
+
+    def __init__(self) -> None:
+        self._last: dict[int, int] = {}  # slot -> latest generation
+        self._missed: OrderedDict[tuple[int, int], None] = OrderedDict()  # older ones, not seen
+
+    def note(self, slot: int, generation: int) -> None:
+        last = self._last.get(slot, generation - 4)
+        if generation <= last:
+            self._missed.pop((slot, generation), None)
+            return
+        self._last[slot] = generation
+        for missed in range(max(last + 2, generation - 2 * MISSED_OF_SLOT), generation, 2):
+            self.miss(slot, missed)
+
+    def miss(self, slot: int, generation: int) -> None:
+        """Of its end we know nothing: who says how it was is to be heard."""
+        self._missed[slot, generation] = None
+        if len(self._missed) > MISSED_MAX:
+            self._missed.popitem(last=False)
+
+    def is_news(self, slot: int, generation: int) -> bool:
+        """Did we never take note of that room?  From now on we have."""
+        fresh = (slot, generation) in self._missed or generation > self._last.get(slot, -1)
+        if fresh:
+            self.note(slot, generation)
+        return fresh
 
 
 class Vanished:

@@ -13,14 +13,17 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pdrt import failpoints
+from pdrt.clock import SECOND_NS
 from pdrt.errors import NoDescriptors, ProtocolError, QueueFull
 from pdrt.mail.mailbox import Postman
 from pdrt.protocol.layout import AUX_ROW_BYTES, RegionMap
-from pdrt.protocol.messages import Agent, PeerUp, PeerWarm
+from pdrt.protocol.messages import Agent, PeerUp, PeerWarm, detail_of
 from pdrt.transports.base import Grid, TransferState, Transport, TransportError
 from pdrt.transports.choose import choose
 
 LISTENER = "listener"
+MENTION_NS = 5 * SECOND_NS
 
 log = logging.getLogger("pdrt.worker")
 
@@ -71,6 +74,7 @@ class Paths:
         self._preferred = preferred
         self._mailbox = mailbox
         self._paths: dict[str, Path] = {}  # by instance
+        self._mentioned_ns = 0
         self._leaving: list[Path] = []  # gone or replaced, and perhaps named by a room that ends
 
     def get(self, instance: str) -> Path | None:
@@ -90,7 +94,7 @@ class Paths:
         try:
             self._mailbox.link(_link(up.instance), f"tcp://{up.control}", from_peer=True)
         except (ProtocolError, NoDescriptors) as error:  # of no use: it would never hear of us
-            refusal = PeerWarm(up.instance, self._region.rank, up.agent.epoch, "", str(error))
+            refusal = PeerWarm(up.instance, self._region.rank, up.agent.epoch, "", detail_of(error))
             self._mailbox.post(LISTENER, refusal)
             return None
         path = old = self._paths.get(up.instance)
@@ -134,7 +138,7 @@ class Paths:
             wished = choice.name == self._preferred
             log.log(logging.INFO if wished else logging.WARNING, "path=%s %s", name, choice.why)
         except (TransportError, QueueFull) as error:
-            path.detail = str(error)
+            path.detail = detail_of(error)
         return path
 
     def take_open(self) -> list[Path]:
@@ -164,17 +168,24 @@ class Paths:
             path.remote = transport.prepare(path.name, grids)
         except TransportError as error:
             transport.disconnect(path.name)
-            path.transport, path.detail = None, str(error)
+            path.transport, path.detail = None, detail_of(error)
         return True
 
     def _report(self, path: Path) -> None:
+        failpoints.hit("worker.path.before_report")
         name = path.transport.name if path.transport is not None else ""
         epoch = path.agent.epoch
         warm = PeerWarm(path.instance, self._region.rank, epoch, name, path.detail)
         self._mailbox.post(LISTENER, warm)
 
-    def let_go(self, needed: list[Path | None]) -> None:
-        """Disconnect the paths that leave, except those that are still needed."""
+    def let_go(self, needed: list[Path | None], now_ns: int) -> None:
+        """Disconnect the paths that leave, except those that are still needed.  Those that stay are
+        mentioned now and then: our listener may be another one and not know to whom they lead."""
+        if now_ns - self._mentioned_ns >= MENTION_NS:
+            self._mentioned_ns = now_ns
+            for path in self._paths.values():
+                if path.reported:
+                    self._report(path)
         for path in list(self._leaving):
             if path in needed:
                 continue

@@ -10,6 +10,7 @@ decode must not believe a predecessor of ours: we may have given the destination
 
 from __future__ import annotations
 
+from pdrt import failpoints
 from pdrt.actors.decodes import Decodes, worker_link
 from pdrt.actors.past import NOBODY, Past, Room, Theirs, theirs_of
 from pdrt.clock import to_ns
@@ -17,7 +18,7 @@ from pdrt.config import Timeouts
 from pdrt.mail.mailbox import Postman
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import AbortTaken, Declined, Ended, Fenced
-from pdrt.protocol.states import KVPoll, Reason, told_by_peer
+from pdrt.protocol.states import Reason, told_by_peer
 from pdrt.shm_status import Handle, StatusTable
 
 FAILING_MAX = 65536  # rooms that are told again and again
@@ -46,6 +47,7 @@ class Failing:
 
     def fail(self, room: Room, reason: Reason, now_ns: int, *, tell: bool = True) -> None:
         """A room has Failed.  The peer is told unless it was the one who said so."""
+        failpoints.hit("prefill.fail.before_tell")
         room.failed, room.reason = True, reason
         handle = room.handle
         room.fenced |= self._is_quiet(room)
@@ -97,6 +99,7 @@ class Failing:
             self._become_quiet(room, now_ns)
 
     def _become_quiet(self, room: Room, now_ns: int) -> None:
+        failpoints.hit("prefill.fenced.before_tell")
         room.fenced = True
         self._unfenced.pop(room.handle.slot, None)
         if room.theirs != NOBODY and not room.told_quiet:
@@ -109,8 +112,7 @@ class Failing:
         word = self._table.read(handle.slot, handle.generation)
         if word is None:  # cleared, so it was quiet
             return room.by_shm
-        untouched = self._table.entered_ns(handle.slot)[KVPoll.Transferring] == 0
-        return untouched or (room.by_shm and word.quiet)
+        return word.untouched or (room.by_shm and word.quiet)
 
     def _is_unquiet(self, room: Room) -> bool:
         """Is a fence for it still to come?"""

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from pdrt import failpoints
 from pdrt.actors.base import BUSY_MS, IDLE_MS
 from pdrt.actors.decodes import Decodes, worker_link
-from pdrt.actors.past import NOBODY, Past, Room, Theirs, Vanished, theirs_of
+from pdrt.actors.past import NOBODY, Past, Room, Seen, Theirs, Vanished, theirs_of
 from pdrt.actors.prefill_failing import Failing
-from pdrt.actors.taken import Taken
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.mail.knock import Knock
@@ -78,11 +78,10 @@ class PrefillListener:
         )
         self._rooms: dict[int, Room] = {}  # by slot
         self._by_id: dict[tuple[int, int], Room] = {}  # (room, rank), while they have no verdict
-        self._seen: dict[int, int] = {}  # slot -> generation of the last room that we took note of
+        self._seen = Seen()
         self._session = session_of(instance, table.me.incarnation)
         forgot = partial(table.count, Counter.FORGOTTEN)
         self._past = Past(self._session, to_ns(timeouts.bootstrap_s), forgot=forgot)
-        self._taken = Taken(forgot)
         self._vanished = Vanished()
         self._failing = Failing(table, mailbox, timeouts, self._decodes, self._past)
         self._scanned_ns = 0  # 0: never, so rooms may be open or failed that we have not seen
@@ -117,7 +116,7 @@ class PrefillListener:
             case Introduction():
                 self._decodes.introduce(sender, message, now_ns)
             case PeerWarm():
-                self._decodes.warmed(message)
+                self._decodes.warmed(message, now_ns)
             case WorkerUp():
                 if self._decodes.worker_up(message.rank, message.epoch):
                     for room in self._rooms.values():
@@ -158,7 +157,7 @@ class PrefillListener:
         over = word.state not in OPEN
         if over and (word.state is not KVPoll.Failed or self._scanned_ns):
             return  # failed since our first scan: whoever ended it says so, or decode asks
-        self._seen[handle.slot] = handle.generation
+        self._seen.note(*handle[1:])
         room = Room(handle, rank, now_ns, by_shm=self._table.transport(handle.slot) == SHM)
         if over:
             self._fail(room, word.reason, now_ns)
@@ -188,22 +187,20 @@ class PrefillListener:
             return
         key = (destination.room, destination.rank)
         room = self._by_id.get(key)
-        reason = decode.refusal(destination)
-        theirs = theirs_of(destination)
-        if self._past.is_for_another(room, destination) or (room is None and self._past.full):
+        reason, theirs = decode.refusal(destination), theirs_of(destination)
+        if self._past.refuses(room, destination):
             reason = Reason.PEER_REFUSED
         if reason is not Reason.NONE:
             if room is not None and room.destination is None:
                 room.theirs = theirs
                 self._fault(room, reason, now_ns, tell=False)
-            abort = self._past.abort_of(key, theirs, reason, quiet=True)
-            self._past.remember(self._past.over, theirs, abort)
-            self._mailbox.post(sender, abort)
+            self._mailbox.post(sender, self._past.refuse(key, theirs, reason))
             return
         if room is None:
             self._past.keep_early(key, destination, now_ns)
         else:
             self._match(room, destination, now_ns)
+        failpoints.hit("prefill.destination.before_taken")
         taken = DestinationTaken(destination.slot, destination.generation, destination.instance)
         self._mailbox.post(sender, taken, lazy=True)
 
@@ -212,18 +209,18 @@ class PrefillListener:
             return
         handle = room.handle
         decode, theirs = self._decodes.get(destination.instance), theirs_of(destination)
-        if not self._taken.take(destination, handle):  # a late copy, of a room that is long over
+        if not self._past.taken.take(destination, handle):  # a late copy, its room is long over
             self._past.remember(self._past.over, theirs, self._past.lost(room.key, theirs))
             return
         self._claim(room, theirs, now_ns)
-        room.destination = destination
         code = transport_code(decode.transport(destination.rank) if decode is not None else "")
         room.by_shm = code == SHM
-        peer = instance_digest(destination.instance)
-        self._table.set_path(handle.slot, handle.generation, code, peer)
+        self._table.set_path(*handle[1:], code, instance_digest(destination.instance))
+        failpoints.hit("prefill.match.before_move")
         if self._table.move(handle.slot, handle.generation, Event.PEER_KNOWN, now_ns=now_ns):
             room.matched = True
             self._wake(self._table.opener_row(handle.slot))
+        room.destination = destination  # after the move: a message dropped midway comes again
         # Known already: to a listener before us, whose Deliver may have died with it.
         if self._table.state(handle.slot, handle.generation) in OPEN:
             self._deliver(room, now_ns)
@@ -238,8 +235,8 @@ class PrefillListener:
         """Tell the worker; again now and then, until a chunk was posted."""
         if room.destination is not None and not room.failed:
             room.deliver_ns = now_ns + DELIVER_NS
-            deliver = Deliver(*room.handle[1:], room.destination)
-            self._mailbox.post(worker_link(room.rank), deliver)
+            failpoints.hit("prefill.match.before_deliver")
+            self._mailbox.post(worker_link(room.rank), Deliver(*room.handle[1:], room.destination))
 
     # --- decode asks, decode gives up ------------------------------------------------------------
 
@@ -327,11 +324,9 @@ class PrefillListener:
     def _on_unseen(self, ended: Ended, now_ns: int) -> None:
         """A room was opened and failed without our seeing it open: perhaps there was no listener.
         The decode that waits for it, or will, is told all the same."""
-        old = self._seen.get(ended.slot, -1) >= ended.generation
-        if old or not ended.failed or ended.slot >= self._table.rooms_max:
-            return
-        self._seen[ended.slot] = ended.generation
-        self._failing.end_unseen(ended, now_ns)
+        possible = ended.failed and ended.slot < self._table.rooms_max
+        if possible and self._seen.is_news(ended.slot, ended.generation):
+            self._failing.end_unseen(ended, now_ns)
 
     def _look(self, room: Room, now_ns: int, *, tell: bool = True) -> None:
         """Read the truth about a room."""
@@ -366,7 +361,10 @@ class PrefillListener:
         if now_ns - self._scanned_ns >= SCAN_NS:
             self._scan(now_ns)
             self._past.drop_unasked(now_ns)
-            self._past.lose(self._vanished.take_silent(now_ns))
+            for room in self._vanished.take_silent(now_ns):
+                if room.theirs == NOBODY:  # who says late how it ended is still to be heard
+                    self._seen.miss(*room.handle[1:])
+                self._past.lose(room)
             self._failing.repeat(now_ns)
             self._mourn(now_ns)
         return BUSY_MS if self._rooms or self._failing or self._vanished else IDLE_MS

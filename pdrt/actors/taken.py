@@ -1,7 +1,8 @@
 """Which room of ours was given each slot of each decode: one destination is for one room.
 
 A decode's slot takes part in one room a generation, and generations only grow.  So a destination is
-refused if a newer generation of its slot was seen, or if another room of ours had the same one.
+refused if a newer generation of its slot was seen, if another room of ours had the same one, or if
+its decode was told that none has it.
 
 Guarantee: a destination that comes late, when the router uses its room id again, is never written
 to, though prefill's listener was restarted in between.  For:
@@ -32,19 +33,34 @@ class Taken:
     def __init__(self, forgot: Callable[[], object] = lambda: None) -> None:
         """`forgot` is called for each slot that is forgotten for want of a place."""
         self._forgot = forgot
-        self._newest: OrderedDict[tuple[str, int], tuple[int, Handle]] = OrderedDict()
+        self._newest: OrderedDict[tuple[str, int], tuple[int, Handle | None]] = OrderedDict()
 
     def take(self, destination: Destination, ours: Handle) -> bool:
         """May this destination be given to that room of ours?  Remembered if so."""
         key = destination.instance, destination.slot
-        generation, owner = self._newest.get(key, (-1, ours))
+        generation, owner = self._newest.get(key, (-1, None))
         if destination.generation < generation:
             return False
         if destination.generation == generation:
             return owner == ours
-        self._newest[key] = destination.generation, ours
+        self._note(key, destination.generation, ours)
+        return True
+
+    def spend(self, instance: str, slot: int, generation: int) -> None:
+        """No room of ours gets that one any more: its decode was told that nothing of it lands."""
+        key = instance, slot
+        if slot >= 0 and generation > self._newest.get(key, (-1, None))[0]:
+            self._note(key, generation, None)
+
+    def had(self, instance: str, slot: int, generation: int) -> bool:
+        """Was that use of a decode's slot given to a room of ours, or may it have been, since a
+        later one was seen?"""
+        newest, owner = self._newest.get((instance, slot), (-1, None))
+        return newest > generation or (newest == generation and owner is not None)
+
+    def _note(self, key: tuple[str, int], generation: int, owner: Handle | None) -> None:
+        self._newest[key] = generation, owner
         self._newest.move_to_end(key)
         if len(self._newest) > SLOTS_MAX:
             self._newest.popitem(last=False)
             self._forgot()
-        return True

@@ -20,6 +20,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from pdrt import failpoints
 from pdrt.actors.base import BUSY_MS, IDLE_MS, Throttle
 from pdrt.actors.moving import Room
 from pdrt.actors.news import News
@@ -47,7 +48,7 @@ from pdrt.protocol.states import OPEN, Event, KVPoll, Reason
 from pdrt.shm_status import Handle, StatusTable
 from pdrt.transports.base import TransferState, Transport, TransportError
 
-SPINS = 200  # polls without sleep after the last progress; then a millisecond at a time
+SPINS = 200  # polls without sleep after a room's last progress; then a millisecond at a time
 # In one call of a transport, which may copy it all before it returns: far below what would make us
 # look hung.  Progress is seen, and renews the deadline, piece by piece.
 WRITE_BYTES_MAX = 8 << 20
@@ -95,7 +96,6 @@ class TransferWorker:
         self._rooms: dict[int, Room] = {}  # by slot
         self._active: dict[int, Room] = {}  # those with something in flight, or ending
         self._announced_ns = self._checked_ns = 0
-        self._spins = SPINS
         self._may_log = Throttle()
 
     # --- messages --------------------------------------------------------------------------------
@@ -142,8 +142,9 @@ class TransferWorker:
         if room is None:
             return
         if chunk.index == room.next_index and not room.ending:
-            room.next_index += 1
             room.chunks.append(chunk)
+            room.next_index += 1
+        failpoints.hit("worker.chunk.before_taken")
         # An older index is a repeat, a newer one follows a lost one: either way, say what we have.
         self._table.set_taken(chunk.slot, chunk.generation, room.next_index)
         self._post(room, now_ns)
@@ -162,6 +163,7 @@ class TransferWorker:
                 self._fault(room, Reason.PEER_LOST, now_ns)
             return
         room.destination = destination
+        failpoints.hit("worker.deliver.before_post")
         self._post(room, now_ns)
 
     # --- peers -----------------------------------------------------------------------------------
@@ -185,25 +187,24 @@ class TransferWorker:
         if path.transport is None:
             self._fault(room, Reason.TRANSPORT_FAILED, now_ns)
             return
-        chunks, room.chunks = room.chunks, []
         room.path = path
         handle = room.handle
-        for chunk in chunks:
+        self._active[handle.slot] = room
+        room.still_turns = 0
+        while room.chunks:
+            chunk = room.chunks[0]
             end, room_end = chunk.start + len(chunk.pages) // 4, len(destination.pages) // 4
             if end > room_end or (chunk.last and end < room_end):  # no page may keep old bytes
                 self._fault(room, Reason.BAD_DESTINATION, now_ns)
                 return
             if not self._table.move(
-                handle.slot,
-                handle.generation,
-                Event.CHUNK_POSTED,
-                now_ns=now_ns,
-                owner=self._table.me,
+                *handle[1:], Event.CHUNK_POSTED, now_ns=now_ns, owner=self._table.me
             ):
                 self._check(room, now_ns)
                 return
             room.queue(chunk, self._region, self._write_pages_max)
-        self._active[handle.slot] = room
+            del room.chunks[0]  # now: whatever goes wrong above, Success must not come without it
+        failpoints.hit("worker.post.after_move")
         self._advance(room, now_ns)
 
     def _write(self, room: Room, path: Path, transport: Transport, now_ns: int) -> None:
@@ -219,8 +220,9 @@ class TransferWorker:
                 log.warning("room=%d write refused: %s", room.handle.room, error)
             self._fault(room, Reason.TRANSPORT_FAILED, now_ns)
             return
-        room.broken = False
         room.inflight.append((posted, piece.length_bytes))
+        failpoints.hit("worker.write.after_post")
+        room.broken = False
 
     def _advance(self, room: Room, now_ns: int) -> bool:
         """Post what comes next, see what has landed; give the verdict when all has.  True if
@@ -262,10 +264,12 @@ class TransferWorker:
         handle, destination, path = room.handle, room.destination, room.path
         assert destination is not None
         assert path is not None
+        failpoints.hit("worker.landed.before_verdict")
         landed_ns = self._clock()
         if not self._table.move(handle.slot, handle.generation, Event.LANDED, now_ns=landed_ns):
             self._check(room, now_ns)
             return
+        failpoints.hit("worker.verdict.before_news")
         del self._rooms[handle.slot]
         self._table.count(Counter.BYTES_MOVED, room.moved_bytes)
         self._table.count(Counter.CHUNKS_MOVED, room.chunks_moved)
@@ -279,9 +283,8 @@ class TransferWorker:
 
     def _fault(self, room: Room, reason: Reason, now_ns: int) -> None:
         handle = room.handle
-        if self._table.move(
-            handle.slot, handle.generation, Event.FAULT, now_ns=now_ns, reason=reason
-        ):
+        if self._table.move(*handle[1:], Event.FAULT, now_ns=now_ns, reason=reason):
+            failpoints.hit("worker.fault.before_tell")
             self._tell_end(room, failed=True, reason=reason)
         self._check(room, now_ns)
 
@@ -318,6 +321,7 @@ class TransferWorker:
         assert room.path.transport is not None
         try:
             room.fence = room.path.transport.fence(room.path.name)
+            failpoints.hit("worker.fence.posted")
             self._table.count(Counter.FENCES)
         except (TransportError, QueueFull):
             room.fence = None  # the path is gone: wait for the writes themselves to end
@@ -346,7 +350,9 @@ class TransferWorker:
 
     def _settle(self, room: Room, *, fenced: bool) -> None:
         handle = room.handle
+        failpoints.hit("worker.fence.before_quiet")
         self._table.set_quiet(handle.slot, handle.generation)
+        failpoints.hit("worker.fence.before_fenced")
         if fenced:
             self._mailbox.post(LISTENER, Fenced(handle.slot, handle.generation))
         self._wake(self._table.opener_row(handle.slot))
@@ -361,9 +367,9 @@ class TransferWorker:
     # --- time ------------------------------------------------------------------------------------
 
     def tick(self, now_ns: int) -> int:
-        moved = False
         for room in list(self._active.values()):
-            moved |= self._quieten(room) if room.ending else self._advance(room, now_ns)
+            moved = self._quieten(room) if room.ending else self._advance(room, now_ns)
+            room.still_turns = 0 if moved else room.still_turns + 1
         for path in self._paths.take_open():
             for room in list(self._rooms.values()):
                 if room.destination is not None and room.destination.instance == path.instance:
@@ -374,19 +380,17 @@ class TransferWorker:
             self._checked_ns = now_ns
             for room in list(self._rooms.values()):
                 self._check(room, now_ns)
+                self._post(room, now_ns)  # if the message that made it possible was dropped midway
             self._news.repeat(now_ns)
-            self._paths.let_go([room.path for room in self._active.values()])
+            self._paths.let_go([room.path for room in self._active.values()], now_ns)
         listener = self._table.incarnation(self._listener_row)
         if now_ns - self._announced_ns >= ANNOUNCE_NS or listener not in (0, self._listener):
             self._announced_ns, self._listener = now_ns, listener or self._listener
             up = WorkerUp(self._region.rank, self._table.me.incarnation, self._offers)
             self._mailbox.post(LISTENER, up)
-        if moved:
-            self._spins = 0
         if not self._active and not self._paths.connecting:
             return BUSY_MS if self._rooms or self._news else IDLE_MS
-        self._spins += 1
-        return 0 if self._spins < SPINS else 1
+        return 0 if any(room.still_turns < SPINS for room in self._active.values()) else 1
 
     def close(self) -> None:
         for transport in self._transports.values():

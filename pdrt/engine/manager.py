@@ -217,6 +217,8 @@ class KVManager:
         renew = now_ns - self._renewed_ns >= RENEW_NS
         if renew:
             self._renewed_ns = now_ns
+        if new_listener:
+            self._desk.say_again(now_ns)
         for room in list(self._rooms.values()):
             if renew:
                 room.renew_queued(now_ns)

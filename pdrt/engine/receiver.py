@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from pdrt import failpoints
 from pdrt.engine.room import LISTENER, Desk, KVRoom
 from pdrt.errors import IllegalMove
 from pdrt.protocol.messages import Destination, Opened
@@ -26,6 +27,7 @@ class KVReceiver(KVRoom):
     def init(self) -> None:
         """Ask for the room at its prefill."""
         self._resent_ns = self._clock()
+        failpoints.hit("engine.receiver.before_opened")
         self._post_opened()
         self._desk.flush()
 
@@ -50,6 +52,7 @@ class KVReceiver(KVRoom):
             return
         if state is not KVPoll.WaitingForInput:
             raise IllegalMove(f"room {self.room} is {state.name}; wait for WaitingForInput")
+        failpoints.hit("engine.metadata.before_move")
         self._landing = np.ascontiguousarray(pages, dtype="<i4").tobytes(), aux_index
         self._tell(self._clock())
 
@@ -69,6 +72,7 @@ class KVReceiver(KVRoom):
             ):
                 self.poll()
                 return
+            failpoints.hit("engine.metadata.before_post")
             destination = Destination(
                 self.room,
                 rank,

@@ -7,10 +7,12 @@ when it has a verdict *and* is quiet; only then can it be cleared.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pdrt.clock import Clock
+from pdrt import failpoints
+from pdrt.clock import SECOND_NS, Clock
 from pdrt.errors import (
     Aborted,
     BadDestination,
@@ -34,6 +36,9 @@ from pdrt.protocol.states import TERMINAL, Event, KVPoll, Reason, agree
 from pdrt.shm_status import Handle, Owner, StatusTable
 
 LISTENER = "listener"
+GIVEN_UP_MAX, GIVEN_UP_NS = 1024, 5 * SECOND_NS  # ends that a new listener hears again
+#: Of these the peer knows by us alone; the rest it finds, or told us.
+OUR_CHOICE = frozenset({Reason.ABORTED, Reason.CLIENT_GONE, Reason.SHUTDOWN})
 
 #: What each reason is to an engine, and what it means in words.
 FAILURES: dict[Reason, tuple[type[TransferError], str]] = {
@@ -89,6 +94,15 @@ class Desk:
     forget: Callable[[int], None]
     worker: Callable[[int], Owner]  # the worker that lives now, by rank
     resend_ns: int
+    given_up: deque[tuple[int, Ended]] = field(default_factory=lambda: deque(maxlen=GIVEN_UP_MAX))
+
+    def say_again(self, now_ns: int) -> None:
+        """To a new listener: its predecessor may have died with what we had told it of rooms that
+        this engine gave up, before the peer knew.  Their slots may be cleared, so that the table
+        does not tell any more."""
+        for told_ns, ended in self.given_up:
+            if now_ns - told_ns < GIVEN_UP_NS:
+                self.mailbox.post(LISTENER, ended)
 
 
 class KVRoom:
@@ -153,6 +167,7 @@ class KVRoom:
             )
         for handle in self._handles:
             self._table.clear(handle.slot, handle.generation)
+            failpoints.hit("engine.clear.after_slot")
         self._cleared = True
         self._desk.forget(self.room)
 
@@ -202,6 +217,7 @@ class KVRoom:
         self._verdict = state
         if state is KVPoll.Success:
             return
+        failpoints.hit("engine.verdict.before_ended")
         self._fault(Reason.RANK_FAILED, now_ns)
         for rank, h in enumerate(self._handles):
             word = self._table.read(h.slot, h.generation)
@@ -209,16 +225,17 @@ class KVRoom:
                 continue
             if self._reason in (Reason.NONE, Reason.RANK_FAILED):
                 self._reason, self._detail = word.reason, self._table.detail(h.slot)
-            untouched = self._table.entered_ns(h.slot)[KVPoll.Transferring] == 0
             ended = Ended(
                 h.slot,
                 h.generation,
                 failed=True,
                 reason=word.reason,
-                untouched=untouched,
+                untouched=word.untouched,
                 room=self.room,
                 rank=rank,
                 peer=self.peer,
             )
             self._desk.mailbox.post(LISTENER, ended)
+            if word.reason in OUR_CHOICE:
+                self._desk.given_up.append((now_ns, ended))
         self._desk.flush()

@@ -8,6 +8,7 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from pdrt import failpoints
 from pdrt.engine.room import Desk, KVRoom
 from pdrt.errors import IllegalMove
 from pdrt.protocol.messages import Chunk
@@ -57,6 +58,7 @@ class KVSender(KVRoom):
         self._sent_pages += len(pages)
         self._complete = last
         self._resent_ns = self._clock()
+        failpoints.hit("engine.send.before_post")
         self._post_from(len(self._sent) - 1)
         self._desk.flush()
 

@@ -16,6 +16,7 @@ import errno
 import os
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Protocol
 
 import zmq
@@ -87,7 +88,7 @@ class Mailbox:
         self._endpoints: dict[str, str] = {}
         self._mend_ns: dict[str, int] = {}  # links: not to be dialled anew before this
         self._lost: dict[str, str] = {}  # links to be made again, for which there was no descriptor
-        self._keepers: list[Doorkeeper] = []
+        self._keepers: dict[zmq.Socket[bytes], Doorkeeper] = {}  # by door
         #: Of each socket: its name, whether it is a door, whether peers are at its other end.
         self._names: dict[zmq.Socket[bytes], tuple[str, bool, bool]] = {}
         self._outgoing: dict[Address, list[AnyMessage]] = {}
@@ -108,8 +109,8 @@ class Mailbox:
             address = f"inproc://{name}-{id(self)}"
             socket.monitor(address, Doorkeeper.EVENTS)
             events = self._new(zmq.PAIR)
-            keeper = Doorkeeper(events, address, self._came, self._refused, self._short)
-            self._keepers.append(keeper)
+            keeper = Doorkeeper(events, address, self._count, partial(self._is_drained, socket))
+            self._keepers[socket] = keeper
             self._waiter.add(keeper.events)
         else:  # a Unix socket: nobody else of this machine has business here
             socket.set(zmq.IPC_FILTER_UID, os.getuid())
@@ -162,14 +163,9 @@ class Mailbox:
             del self._endpoints[name]
             socket.close(linger=0)
 
-    def _came(self, strangers_count: int) -> None:
-        self._count(Counter.STRANGERS, strangers_count, 0)
-
-    def _refused(self) -> None:
-        self._count(Counter.CONNECTIONS_REFUSED, 1, 0)
-
-    def _short(self) -> None:
-        self._count(Counter.SHORTAGES, 1, 0)
+    def _is_drained(self, door: zmq.Socket[bytes]) -> bool:
+        self._waiter.used(door)
+        return not has_something(door)
 
     def watch(self, fd: int) -> None:
         """Let `receive` also wake when this descriptor is readable; its owner reads it."""
@@ -294,7 +290,7 @@ class Mailbox:
                 self._attended_ns = 0  # somebody is at a door
         if now_ns - self._attended_ns >= LAZY_NS:  # some of it is only a matter of time
             self._attended_ns = now_ns
-            for keeper in self._keepers:
+            for keeper in self._keepers.values():
                 keeper.attend()
         return envelopes
 
@@ -309,6 +305,7 @@ class Mailbox:
         name, is_door, from_peer = self._names[socket]
         enough = len(envelopes) + MESSAGES_A_TURN
         sender: Address = name
+        keeper = self._keepers.get(socket)
         if not is_door:
             self._silence.heard(name)
         for _ in range(FRAMES_A_TURN):
@@ -322,6 +319,8 @@ class Mailbox:
             parts = 1
             while frame.more:
                 parts, frame = parts + 1, socket.recv(NOBLOCK, copy=False)
+            if keeper is not None:
+                keeper.heard(frame)
             if parts > 1:
                 self._count(Counter.MALFORMED, 1, Malformed.PARTS)
             else:
@@ -347,7 +346,7 @@ class Mailbox:
     def close(self) -> None:
         for door in self._doors.values():
             door.disable_monitor()  # before its reader goes: ZMQ would wait for it
-        for keeper in self._keepers:
+        for keeper in self._keepers.values():
             keeper.events.close()
         for socket in (*self._doors.values(), *self._links.values()):
             socket.close(linger=100)

@@ -42,6 +42,9 @@ class Malformed(IntEnum):
     VALUE = 7  # well-formed, impossible value
 
 
+#: What decoding can raise: of nesting without end it is not msgspec that complains.
+UNDECODABLE = (msgspec.MsgspecError, RecursionError)
+
 _encoder = msgspec.msgpack.Encoder()
 # The bound is in the type, so that it is checked before the first message is made: a frame of a
 # million small messages costs nothing.
@@ -83,7 +86,7 @@ def decode(frame: bytes | memoryview, *, from_peer: bool = False) -> list[AnyMes
         messages = _decoder.decode(payload)
     except msgspec.ValidationError as error:
         raise ProtocolError(Malformed.UNKNOWN.name, str(error)) from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise ProtocolError(Malformed.UNREADABLE.name, str(error)) from None
     if from_peer:
         for message in messages:

@@ -20,6 +20,7 @@ from functools import cached_property
 import msgspec
 
 from pdrt.errors import BadConfig
+from pdrt.protocol.codec import UNDECODABLE
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 AUX_ROW_BYTES = 256
@@ -71,6 +72,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     def digest(self) -> bytes:
         """Sixteen bytes that are equal exactly when every field is."""
         return hashlib.blake2b(msgspec.json.encode(self), digest_size=16).digest()
+
+
+def layout_of(data: bytes) -> Layout:
+    """A layout that came as msgpack.  Raises BadConfig and nothing else, whatever the bytes are."""
+    try:
+        return msgspec.msgpack.decode(data, type=Layout)
+    except UNDECODABLE as error:
+        raise BadConfig(f"not a layout: {error}") from None
 
 
 class RegionMap(msgspec.Struct, frozen=True, kw_only=True, dict=True):

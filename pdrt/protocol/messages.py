@@ -25,7 +25,8 @@ U31 = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
 U32 = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
 U63 = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
 Slot = Annotated[int, Meta(ge=-1, le=0x7FFF_FFFF)]  # -1: not known
-Text = Annotated[str, Meta(max_length=1024)]
+TEXT_MAX = 1024
+Text = Annotated[str, Meta(max_length=TEXT_MAX)]
 Offers = Annotated[dict[str, bytes], Meta(max_length=16)]  # transport name -> its metadata
 
 
@@ -287,7 +288,8 @@ class PeerUp(Message, frozen=True, array_like=True, tag=34):
 
 
 class PeerWarm(Message, frozen=True, array_like=True, tag=35):
-    """Worker -> listener: the path to that agent is open (`transport`) or refused (`detail`)."""
+    """Worker -> listener: the path to that agent is open (`transport`) or refused (`detail`).  Said
+    again every few seconds, since another listener may not know that peer; it answers PeerGone."""
 
     instance: Text
     rank: U8
@@ -300,6 +302,12 @@ class PeerGone(Message, frozen=True, array_like=True, tag=36):
     """Listener -> worker: forget this peer; its rooms have failed."""
 
     instance: Text
+
+
+def detail_of(error: Exception) -> str:
+    """What it says, cut to what a Text may have: it may quote a peer at length, and a frame with a
+    longer one is malformed, whatever else is in it."""
+    return str(error)[:TEXT_MAX]
 
 
 def session_of(instance: str, epoch: int) -> str:

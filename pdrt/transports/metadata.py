@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import msgspec
 
+from pdrt.protocol.codec import UNDECODABLE
 from pdrt.transports.base import TransportError
 
 SCRATCH_BYTES = 64  # of a transport's own, at the scratch offset
@@ -61,7 +62,7 @@ def decode(metadata: bytes, kind: type[Metadata]) -> Metadata:
         raise TransportError(f"metadata of {len(metadata)} bytes")
     try:
         theirs = msgspec.msgpack.decode(metadata, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except UNDECODABLE as error:
         raise TransportError(f"not metadata of this transport: {error}") from error
     if isinstance(theirs, NixlMetadata):
         _check_nixl(theirs)

@@ -25,6 +25,7 @@ from stress.bench import (
     connects,
     crashes,
     deadlines,
+    failpoints,
     hangs,
     idle,
     neighbours,
@@ -40,6 +41,7 @@ from stress.bench.report import Machine, console, default_report, markdown
 #: In the order they run, with the seconds after which each is given up.
 MEASUREMENTS: dict[str, tuple[ModuleType, float]] = {
     "table": (table, 60),
+    "failpoints": (failpoints, 60),
     "rooms": (rooms, 480),
     "pages": (pages, 120),
     "aborts": (aborts, 120),

@@ -1,21 +1,24 @@
 """Checks the Promela models with spin: the laws must hold, and every mutant must break one.
 
-usage: python -m stress.models.check [--quick] [--model NAME] [--list] [--install]
+usage: python -m stress.models.check [--quick] [--model NAME] [--jobs N] [--list] [--install]
 
 A mutant is the model with one guard taken away.  A model that a mutant of it does not break proves
-nothing.  It needs the programs `spin` (the Debian package of that name) and a C compiler.
+nothing.  It needs the programs `spin` and a C compiler; `--install` gets both where there is
+apt-get, and needs root there.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,8 +27,10 @@ from stress.models.runs import RUNS, Run
 HERE = Path(__file__).parent
 MEMORY_MB = 3000
 DEPTH_MAX = 2_000_000
-RUN_S_MAX = 300
+RUN_S_MAX = 900
+JOBS = 2
 COMPILERS = ("cc", "gcc", "clang")
+PACKAGES = ("spin", "gcc", "libc6-dev")
 
 
 class Unusable(Exception):
@@ -58,7 +63,7 @@ class Outcome:
 def missing() -> str:
     """What has to be installed first, as a sentence; empty if nothing has."""
     if shutil.which("spin") is None:
-        return "spin is not installed: apt-get install spin, or --install"
+        return f"spin is not installed: apt-get install {' '.join(PACKAGES)}, or --install"
     if compiler() is None:
         return f"no C compiler ({', '.join(COMPILERS)}) is installed: apt-get install gcc"
     return ""
@@ -70,28 +75,55 @@ def compiler() -> str | None:
 
 def check(run: Run) -> Outcome:
     """Translate, compile and run one verification.  Raises Unusable."""
+    return check_all([run])[0]
+
+
+def check_all(runs: Sequence[Run], jobs: int = 1) -> list[Outcome]:
+    """The outcome of each, in this order.  Claims of one world share a verifier, and the longest
+    are begun first.  Raises Unusable."""
+    groups: dict[tuple[object, ...], list[Run]] = {}
+    for run in sorted(runs, key=lambda run: not run.large):
+        groups.setdefault((run.model, run.defines, bool(run.ltl), run.large), []).append(run)
+    with ThreadPoolExecutor(jobs) as pool:
+        done = [outcome for found in pool.map(_check_group, groups.values()) for outcome in found]
+    by_run = {outcome.run: outcome for outcome in done}
+    return [by_run[run] for run in runs]
+
+
+def _check_group(runs: Sequence[Run]) -> list[Outcome]:
+    first = runs[0]
     with tempfile.TemporaryDirectory(prefix="pdrt-model-") as folder:
         started = time.monotonic()
-        defines = [f"-D{define}" for define in (*run.defines, *(["LIVE"] if run.ltl else []))]
-        _tool(["spin", "-a", *defines, str(HERE / run.model)], folder)
-        kind = ["-DNFAIR=4"] if run.ltl else ["-DSAFETY", "-DNOCLAIM"]
+        defines = [f"-D{d}" for d in (*first.defines, *(["LIVENESS"] if first.ltl else []))]
+        _tool(["spin", "-a", *defines, str(HERE / first.model)], folder)
+        kind = ["-DNFAIR=4"] if first.ltl else ["-DSAFETY", "-DNOCLAIM"]
         # Short runs are over before an optimiser would be.
-        flags = ["-w", "-O1" if run.large else "-O0", f"-DMEMLIM={MEMORY_MB}", *kind]
+        flags = ["-w", "-O2" if first.large else "-O0", f"-DMEMLIM={MEMORY_MB}", *kind]
         _tool([compiler() or "cc", *flags, "-o", "pan", "pan.c"], folder)
-        how = ["-a", "-f", "-N", run.ltl] if run.ltl else []
-        try:
-            pan = subprocess.run(
-                ["./pan", f"-m{DEPTH_MAX}", "-E", "-n", *how],
-                cwd=folder,
-                capture_output=True,
-                text=True,
-                timeout=RUN_S_MAX,
-                check=False,
-            )
-            text = pan.stdout + pan.stderr
-        except subprocess.TimeoutExpired:
-            text = f"pan: longer than {RUN_S_MAX} s\n"
-        return read(run, text, time.monotonic() - started)
+        outcomes = []
+        for run in runs:
+            text = _verify(run, folder)
+            outcome = read(run, text, time.monotonic() - started)
+            print(f"{run.model} {run.name}: {outcome.verdict}", file=sys.stderr, flush=True)
+            outcomes.append(outcome)
+            started = time.monotonic()
+        return outcomes
+
+
+def _verify(run: Run, folder: str) -> str:
+    how = ["-a", "-f", "-N", run.ltl] if run.ltl else []
+    try:
+        pan = subprocess.run(
+            ["./pan", f"-m{DEPTH_MAX}", "-E", "-n", *how],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=RUN_S_MAX,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"pan: longer than {RUN_S_MAX} s\n"
+    return pan.stdout + pan.stderr
 
 
 def _tool(command: list[str], folder: str) -> None:
@@ -140,43 +172,49 @@ def table(outcomes: Iterable[Outcome]) -> str:
 
 
 def install() -> None:
-    """The Debian package, and nothing else."""
+    """Debian's packages, and nothing else.  Raises Unusable."""
+    wanted = f"install {' and '.join(PACKAGES[:2])} by the means of this system"
     if shutil.which("apt-get") is None:
-        raise Unusable("no apt-get here: install spin by the means of this system")
-    done = subprocess.run(["apt-get", "install", "-y", "spin"], check=False)
-    if done.returncode != 0:
-        raise Unusable("apt-get install spin failed; root and a package list are needed")
+        raise Unusable(f"no apt-get here: {wanted}")
+    if os.geteuid() != 0:
+        raise Unusable(f"--install needs root: sudo apt-get install {' '.join(PACKAGES)}")
+    quiet = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    for step in (["update"], ["install", "-y", "--no-install-recommends", *PACKAGES]):
+        command = ["apt-get", "-q", *step]
+        done = subprocess.run(command, env=quiet, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            said = (done.stderr or done.stdout).strip()[-500:]
+            raise Unusable(f"{' '.join(command)} failed:\n{said}")
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m stress.models.check", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--quick", action="store_true", help="a choice of it, in some 10 s")
+    parser.add_argument("--quick", action="store_true", help="a choice of it, within a minute")
     parser.add_argument("--model", default="", help="only runs whose model has this in its name")
+    parser.add_argument("--jobs", type=int, default=JOBS, help="verifications at a time")
     parser.add_argument("--list", action="store_true", help="say what would be run")
-    parser.add_argument("--install", action="store_true", help="install the package spin first")
+    parser.add_argument("--install", action="store_true", help="install what it needs first")
     asked = parser.parse_args(arguments)
     runs = [r for r in RUNS if asked.model in r.model and (r.quick or not asked.quick)]
     if asked.list:
         for run in runs:
             print(run.model, run.name, " ".join(run.defines), run.ltl)
         return 0
+    started = time.monotonic()
     try:
-        if asked.install and shutil.which("spin") is None:
+        if asked.install and missing():
             install()
         if reason := missing():
             raise Unusable(reason)
-        outcomes = []
-        for run in runs:
-            outcome = check(run)
-            outcomes.append(outcome)
-            print(f"{run.model} {run.name}: {outcome.verdict}", file=sys.stderr, flush=True)
+        outcomes = check_all(runs, asked.jobs)
     except Unusable as error:
         print(error, file=sys.stderr)
         return 1
     print(table(outcomes))
     bad = [o for o in outcomes if not o.good]
-    print(f"\n{len(outcomes) - len(bad)} of {len(outcomes)} as they should be")
+    spent_s = time.monotonic() - started
+    print(f"\n{len(outcomes) - len(bad)} of {len(outcomes)} as they should be, in {spent_s:.0f} s")
     return 1 if bad or not outcomes else 0
 
 

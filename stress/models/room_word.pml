@@ -12,6 +12,9 @@
  *        that the bytes are in place and none is on its way.
  * Live:  every room ends, becomes quiet, and its slot is free again.
  *
+ * Each look at the word and each swap is told (`EV`), so that stress/models/replay.py can have the real
+ * table do the same.  -DDRIVEN puts one process that tries anything in everybody's place.
+ *
  * Mutants (-D): NO_GENERATION BLIND_STORE SWEEP_EARLY REUSE_ON_VERDICT ADOPT POST_BEFORE_MOVE
  *               and, of the live half: NO_DEADLINE NO_FORCED_FENCE NO_DISCARD
  */
@@ -25,7 +28,12 @@
 #ifndef ENGINE_CRASHES
 #define ENGINE_CRASHES 1
 #endif
-#define WORKERS_MAX 5 /* incarnations; one more than can be used */
+#define WORKERS_MAX 5 /* incarnations; one more than two rooms can use */
+#if ROOMS > 2 /* for traces alone */
+#define MORE_WORKERS (worker_inc < WORKERS_MAX)
+#else
+#define MORE_WORKERS true
+#endif
 
 /* KVPoll of states.py, then the slot's own CLAIMED */
 #define FAILED 0
@@ -56,14 +64,22 @@
 #define FITS(w, g) LIVE(w)
 #define TAG(w, g) GEN(w)
 #else
-#define FITS(w, g) (GEN(w) == (g))
+#define FITS(w, g) (GEN(w) == (g) && LIVE(w))
 #define TAG(w, g) (g)
 #endif
 
-#ifdef ADOPT
+/* A room that moves is nobody's to take over: the table refuses it, and the worker does not begin.
+ * Either of the two is enough; ADOPT has neither. */
+#define MINE(w, me) (STATE(w) != TRANSFERRING || OWNER(w) == (me))
+#if defined(ADOPT) || defined(ONLY_WORKER_REFUSES)
 #define MAY_MOVE(w, me) true
-#else /* a room that moves is nobody's to take over */
-#define MAY_MOVE(w, me) (STATE(w) != TRANSFERRING || OWNER(w) == (me))
+#else
+#define MAY_MOVE(w, me) MINE(w, me)
+#endif
+#if defined(ADOPT) || defined(ONLY_TABLE_REFUSES)
+#define MAY_BEGIN(w, me) true
+#else
+#define MAY_BEGIN(w, me) MINE(w, me)
 #endif
 
 #ifdef REUSE_ON_VERDICT
@@ -72,7 +88,8 @@
 #define CLEARABLE(w) QUIET(w)
 #endif
 
-mtype = { claim, publish, peer_known, posted, landed, fault, expire, set_quiet, clear, discard };
+mtype = { claim, publish, peer_known, posted, landed, fault, expire, set_quiet, clear, discard, reborn };
+mtype = { looking, refused, kept, swapped, beaten }; /* looking: a swap will follow; kept: it is so */
 
 int word;       /* zero memory reads as a free slot */
 byte opener;    /* beside the word: incarnation of the engine that opened the room */
@@ -94,13 +111,14 @@ bool frozen;                                    /* the peer: nothing lands any m
  * incarnation i has on its way: the transport still reads our pages while i lives, and the bytes
  * still land at decode even when it does not. */
 byte air[WORKERS_MAX + 1];
-byte placed; /* a bit for each room whose bytes are all in place */
+int placed; /* a bit for each room whose bytes are all in place */
 
 #define FLYING(g) (air[1] == (g) || air[2] == (g) || air[3] == (g) || air[4] == (g) || air[5] == (g))
 
 /* The laws, checked at each change of the word, from a to b. */
 inline lawful(a, b)
 {
+#ifndef DRIVEN
     assert(GEN(b) == GEN(a) || GEN(b) == GEN(a) + 1);
     if
     :: GEN(a) == GEN(b) && LIVE(a) && (STATE(a) == FAILED || STATE(a) == SUCCESS) ->
@@ -113,75 +131,95 @@ inline lawful(a, b)
         assert(STATE(a) == CLAIMED || !(worker_alive && air[worker_inc] == GEN(a)))
     :: else
     fi
-}
-
-#define TOLD(op, g, r, me, ok) printf("EV %e %d %d %d %d %d\n", op, g, r, me, ok, word)
-
-inline cas(op, g, r, me)
-{
-    atomic {
-#ifdef BLIND_STORE
-        ok = true;
 #else
-        ok = (word == w);
+    skip
 #endif
-        if
-        :: ok -> lawful(word, n); word = n; TOLD(op, g, r, me, 1)
-        :: else
-        fi;
-        w = 0; n = 0 /* a forgotten value is one state, not many */
-    }
 }
 
-/* StatusTable.move, and set_quiet, which is the same loop */
-inline move(op, g, r, me)
+#define TOLD(op, g, r, me, how) printf("EV %d %e %d %d %d %e %d\n", _pid, op, g, r, me, how, word)
+
+/* The compare-and-swap from w to n.  Beaten, it has seen what is there now. */
+inline swap(op, g, r, me)
 {
-    do
-    :: atomic {
-        w = word; n = NONE;
+#ifdef BLIND_STORE
+    ok = true;
+#else
+    ok = (word == w);
+#endif
+    if
+    :: ok -> lawful(word, n); word = n; TOLD(op, g, r, me, swapped); w = 0; n = 0
+    :: else -> TOLD(op, g, r, me, beaten); w = word
+    fi
+}
+
+inline decide(op, g, r, me) /* what becomes of w, if anything */
+{
+    n = NONE;
+    if
+    :: !FITS(w, g)
+    :: else ->
         if
-        :: !FITS(w, g)
-        :: else ->
-            if
-            :: op == peer_known && STATE(w) == BOOTSTRAPPING ->
-                n = WORD(WAITING, 0, 0, OWNER(w), TAG(w, g))
-            :: op == posted && (STATE(w) == WAITING || STATE(w) == TRANSFERRING) && MAY_MOVE(w, me) ->
-                n = WORD(TRANSFERRING, 0, 0, me, TAG(w, g))
-            :: op == landed && STATE(w) == TRANSFERRING ->
-                n = WORD(SUCCESS, 1, 0, OWNER(w), TAG(w, g))
-            :: op == fault && OPEN(w) ->
-                n = WORD(FAILED, (STATE(w) < TRANSFERRING), r, OWNER(w), TAG(w, g))
-            :: op == set_quiet && STATE(w) == FAILED && !QUIET(w) -> n = w | 8
-            :: else
-            fi
-        fi;
-        if
-        :: n == NONE -> ok = false; w = 0; n = 0; TOLD(op, g, r, me, 0); break
+        :: op == peer_known && STATE(w) == BOOTSTRAPPING ->
+            n = WORD(WAITING, 0, 0, OWNER(w), TAG(w, g))
+        :: op == posted && (STATE(w) == WAITING || STATE(w) == TRANSFERRING) && MAY_MOVE(w, me) ->
+            n = WORD(TRANSFERRING, 0, 0, me, TAG(w, g))
+        :: op == landed && STATE(w) == TRANSFERRING ->
+            n = WORD(SUCCESS, 1, 0, OWNER(w), TAG(w, g))
+        :: op == fault && OPEN(w) ->
+            n = WORD(FAILED, (STATE(w) < TRANSFERRING), r, OWNER(w), TAG(w, g))
+        :: op == set_quiet && STATE(w) == FAILED && !QUIET(w) -> n = w | 8
+        :: op == discard -> n = WORD(0, 0, 0, 0, GEN(w) + 1)
         :: else
         fi
-       }
-       cas(op, g, r, me);
-       if
-       :: ok -> break
-       :: else
-       fi
+    fi;
+    if
+    :: n == NONE -> w = 0; TOLD(op, g, r, me, refused) /* what is forgotten is one state, not many */
+    :: n == w -> TOLD(op, g, r, me, kept)
+    :: else -> TOLD(op, g, r, me, looking)
+    fi
+}
+
+/* StatusTable.move, and set_quiet and discard, which are the same loop */
+inline move(op, g, r, me)
+{
+    atomic { w = word; decide(op, g, r, me) };
+    do
+    :: atomic { n == NONE -> n = 0; ok = false; break }
+    :: atomic { n == w -> w = 0; n = 0; ok = true; break }
+    :: atomic { n != NONE && n != w ->
+        swap(op, g, r, me);
+        if
+        :: ok -> break
+        :: else -> decide(op, g, r, me)
+        fi }
     od
 }
 
-/* StatusTable.poll and expire: one try, against the very word that was found late */
+inline once(op, g, r, me) /* no second try */
+{
+    if
+    :: n -> atomic { swap(op, g, r, me); w = 0; n = 0 }
+    :: else
+    fi
+}
+
+/* StatusTable.poll and expire: against the very word that was found late */
 inline end_late()
 {
     atomic {
         w = word;
         if
-        :: OPEN(w) && late -> n = WORD(FAILED, (STATE(w) < TRANSFERRING), LATE, OWNER(w), GEN(w))
-        :: else -> w = 0
+        :: OPEN(w) && late ->
+            n = WORD(FAILED, (STATE(w) < TRANSFERRING), LATE, OWNER(w), GEN(w));
+            TOLD(expire, GEN(w), LATE, 0, looking)
+        :: else ->
+#ifdef DRIVEN /* elsewhere a room may be open and not late */
+            TOLD(expire, GEN(w), LATE, 0, refused);
+#endif
+            w = 0
         fi
     }
-    if
-    :: n -> cas(expire, GEN(w), LATE, 0)
-    :: else
-    fi
+    once(expire, GEN(w), LATE, 0)
 }
 
 /* StatusTable.clear.  The pages are handed out again: `lawful` looks whether they may. */
@@ -190,15 +228,83 @@ inline free_slot(g)
     atomic {
         w = word;
         if
-        :: FITS(w, g) && LIVE(w) && CLEARABLE(w) -> n = WORD(0, 0, 0, 0, GEN(w) + 1)
-        :: else -> w = 0
+        :: FITS(w, g) && CLEARABLE(w) ->
+            n = WORD(0, 0, 0, 0, GEN(w) + 1); TOLD(clear, g, 0, 0, looking)
+        :: else -> w = 0; TOLD(clear, g, 0, 0, refused)
         fi
     }
-    if
-    :: n -> cas(clear, g, 0, 0)
-    :: else
-    fi
+    once(clear, g, 0, 0)
 }
+
+/* StatusTable.open, in two: one engine a tree, so nobody else claims */
+inline claim_slot()
+{
+    atomic {
+        w = word; g = GEN(w) + 1; n = WORD(CLAIMED, 0, 0, ENGINE(engine_inc), g); opened++;
+        TOLD(claim, g, 0, ENGINE(engine_inc), looking)
+    }
+    atomic { swap(claim, g, 0, ENGINE(engine_inc)); assert(ok); ok = false }
+}
+
+inline publish_room()
+{
+    atomic {
+        n = WORD(BOOTSTRAPPING, 0, 0, 0, g);
+        lawful(word, n); word = n; n = 0; TOLD(publish, g, 0, ENGINE(engine_inc), swapped)
+    }
+}
+
+#ifdef DRIVEN
+
+/* Every operation, whoever should do it and whether it may or not. */
+active proctype Driver()
+{
+    int w, n;
+    bool ok;
+    byte g, me, r;
+    do
+    :: opened < ROOMS && !LIVE(word) ->
+        claim_slot();
+        if
+        :: publish_room()
+        :: publish_room()
+        :: publish_room()
+        :: TOLD(reborn, 0, 0, 0, refused); move(discard, g, 0, 0)   /* died between the two */
+        fi
+    :: LIVE(word) || opened >= ROOMS ->
+        if
+        :: g = GEN(word)
+        :: g = GEN(word)
+        :: g = GEN(word)
+        :: g = (GEN(word) - 1) & 255
+        :: g = (GEN(word) - 2) & 255
+        :: g = GEN(word) + 1
+        fi;
+        if
+        :: me = 1; r = ABORTED
+        :: me = 2; r = DIED
+        fi;
+        if
+        :: move(peer_known, g, 0, 0)
+        :: move(peer_known, g, 0, 0)
+        :: move(peer_known, g, 0, 0)
+        :: move(posted, g, 0, me)
+        :: move(posted, g, 0, me)
+        :: move(posted, g, 0, me)
+        :: move(landed, g, 0, 0)
+        :: move(landed, g, 0, 0)
+        :: move(fault, g, r, 0)
+        :: move(fault, g, r, 0)
+        :: move(set_quiet, g, 0, 0)
+        :: free_slot(g)
+        :: end_late()
+        :: g % 7 == 0 -> move(discard, g, 0, 0)
+        fi
+    od
+}
+
+#else
+
 #ifdef CALM /* no late message and nobody who gives up: neither is needed to end a room */
 #define NEWS OPEN(word)
 #else
@@ -211,8 +317,8 @@ inline some_room(g) /* any that was ever opened */
 #ifdef CALM
     :: OPEN(word) -> g = GEN(word)
 #else
-    :: opened >= 1 -> g = 1
-    :: opened >= 2 -> g = 3
+    :: opened >= 1 -> g = 2 * opened - 1
+    :: opened >= 2 -> g = 2 * opened - 3
 #endif
     fi
 }
@@ -225,20 +331,13 @@ active proctype Engine()
 again:
     {
         do
-        :: opened < ROOMS && !LIVE(word) ->             /* _claim */
-            atomic {
-                w = word; g = GEN(w) + 1; n = WORD(CLAIMED, 0, 0, ENGINE(engine_inc), g); opened++
-            }
-            cas(claim, g, 0, ENGINE(engine_inc));
-            assert(ok);                                 /* one engine a tree */
-            opener = engine_inc;                        /* open: what is beside the word first */
+        :: opened < ROOMS && !LIVE(word) ->
+            claim_slot();
+            opener = engine_inc;                        /* what is beside the word first */
 #ifndef TIMELESS
             late = false;
 #endif
-            atomic {
-                n = WORD(BOOTSTRAPPING, 0, 0, 0, g);
-                lawful(word, n); word = n; n = 0; TOLD(publish, g, 0, ENGINE(engine_inc), 1)
-            }
+            publish_room()
 #ifndef CALM
         :: g && GEN(word) == g && OPEN(word) -> move(fault, g, ABORTED, 0)
 #endif
@@ -246,7 +345,7 @@ again:
         :: g && GEN(word) == g && CLEARABLE(word) -> free_slot(g)
         od
     } unless { !engine_alive };
-    engine_row = 0;                                     /* bury */
+    atomic { engine_row = 0; TOLD(reborn, 0, 0, 0, refused) }   /* bury */
     atomic { engine_inc++; engine_alive = true; engine_row = engine_inc; g = 0; w = 0; n = 0; ok = false };
     (!LIVE(word));  /* a new engine does not touch its pool before its predecessor's rooms are over */
     goto again
@@ -278,7 +377,7 @@ again:
                 fi;
                 w = word;
                 if
-                :: g && FITS(w, g) && OPEN(w) && MAY_MOVE(w, me)
+                :: g && FITS(w, g) && OPEN(w) && MAY_BEGIN(w, me)
                 :: else -> g = 0
                 fi;
                 w = 0
@@ -316,7 +415,7 @@ again:
             atomic { g = 0; written = false; ending = false; ok = false }
         od
     } unless { !worker_alive };
-    worker_row = 0;                                     /* bury: its pidfd fired */
+    atomic { worker_row = 0; TOLD(reborn, 0, 0, 0, refused) }   /* bury: its pidfd fired */
     atomic {
         worker_inc++; me = worker_inc; g = 0; w = 0; n = 0; ok = false; written = false; ending = false;
         assert(me <= WORKERS_MAX);
@@ -337,8 +436,8 @@ active proctype Janitor()
     do
 #ifndef NO_DISCARD
     :: atomic { LIVE(word) && STATE(word) == CLAIMED && OWNER(word) != ENGINE(engine_row) ->
-         w = word; n = WORD(0, 0, 0, 0, GEN(w) + 1) };
-       cas(discard, GEN(w), 0, 0)
+         g = GEN(word) };
+       move(discard, g, 0, 0)
 #endif
     :: OPEN(word) && late -> end_late()
     :: atomic { OPEN(word) && (OWNER_DEAD(word) || OPENER_DEAD(word)) -> g = GEN(word) };
@@ -353,7 +452,7 @@ active proctype Janitor()
          g = GEN(word) };
        free_slot(g)
 #ifndef NO_FORCED_FENCE /* _settle: its worker is restarted */
-    :: atomic { UNQUIET(word) && overdue && OWNER(word) == worker_row && worker_alive ->
+    :: atomic { UNQUIET(word) && overdue && OWNER(word) == worker_row && worker_alive && MORE_WORKERS ->
          worker_alive = false }
 #endif
     od
@@ -401,14 +500,11 @@ active proctype Fate()
     od
 }
 
-/* A run that got stuck is to spin no run at all, unless something turns for ever. */
-#ifdef LIVE
-active proctype Idle()
-{
-    do
-    :: true -> skip
-    od
-}
+/* A run that ends is to spin no run at all, so somebody has to look where it does. */
+#ifdef LIVENESS
+active proctype Stuck() { timeout -> assert(opened == ROOMS && !LIVE(word)) }
+#endif
+
 #endif
 
 ltl every_room_ends { <>[] (opened == ROOMS && !LIVE(word)) }

@@ -1,12 +1,13 @@
 /* THE SUPERVISOR: two children, one standby for both, and the limit on restarts.
  *
  * Stands for pdrt/supervisor.py (`_launch`, `_promote`, `_tend`, `_bury`, `_after_death`,
- * `_restart_or_escalate`), pdrt/children.py (`standby_for`) and pdrt/supervision.py (`Phase`,
+ * `_restart_or_escalate`), pdrt/children.py (`standby_for`, `standby_may_come`, `take_over`) and pdrt/supervision.py (`Phase`,
  * `restarts_allowed`).  Child 1 is the listener, child 2 a worker, child 3 the standby.
  *
  * The supervisor is one thread, and each of its steps here is one of its own; processes live, hang
  * and die between any two of them.  SIGKILL may never work (stuck in a driver).  All deaths fall
- * into one period, which is the hard case; TIME lets the oldest leave it.
+ * into one period, which is the hard case.  What happens is told (`EV`), so that
+ * stress/models/replay_tree.py can have the real supervisor do the same.
  *
  * Safe:  at most one process acts as a child at a time, helpers it forked included; a process is
  *        promoted or launched only when its predecessor is buried; no connect is ever refused;
@@ -14,7 +15,8 @@
  * Live:  a dead child comes back, or the tree escalates, or the child that cannot be killed is
  *        reported; and who connected is served in the first case.
  *
- * Mutants (-D): PROMOTE_EARLY TWIN NO_LIMIT NO_GROUP CHILD_OWNS_SOCKET, live: NO_HANG_CHECK NO_RESTART
+ * Mutants (-D): PROMOTE_EARLY TWIN NO_LIMIT NO_GROUP CHILD_OWNS_SOCKET SPENT_STANDBY ACTS_EARLY
+ *               live: NO_HANG_CHECK NO_RESTART NO_LIMIT
  */
 
 #ifndef DEATHS_MAX
@@ -44,15 +46,23 @@
 #define READY 2
 #define DEAD 3    /* its pidfd fired; what it forked may still be there */
 
+mtype = { begun, waits, risen, killed, quarantined, burying, buried };    /* of a child */
+mtype = { ready, heard, died, left_helper, helper_gone, hangs, sticks }; /* of a process */
+
+#define TOLD(who, what) printf("EV %d %e %d %d %d %d %d %d %d\n", who, what, \
+    phase[1], phase[2], phase[3], process[1], process[2], process[3], escalated)
+
 byte phase[CHILDREN + 1];
 byte process[CHILDREN + 1];   /* of a child, 0 none */
 bool been_up[CHILDREN + 1];
+bool waited[CHILDREN + 1];    /* for a standby that is on its way */
 byte deaths;                  /* within the period; saturates one above what matters */
 bool escalated;
 
 byte condition[PROCESSES + 1];
 byte acts_as[PROCESSES + 1];  /* which child the process takes itself for */
 byte promotion[PROCESSES + 1];/* in its pipe: the child it is to become */
+bool was_ready[PROCESSES + 1];/* it said so before it died; the board still says it */
 bool hung[PROCESSES + 1], stuck[PROCESSES + 1], helper[PROCESSES + 1], kill_sent[PROCESSES + 1];
 
 bool backlog, refused;        /* somebody connects; nobody held the socket when he did */
@@ -77,6 +87,9 @@ inline launch(c, p) /* children.launch: a new process, LOADING */
         fi
     fi;
     condition[p] = LOADING; acts_as[p] = c; process[c] = p;
+#ifdef ACTS_EARLY /* a standby that opens the door when it loads is ready sooner */
+    acts_as[p] = (c == STANDBY -> LISTENER : c);
+#endif
     assert(c == STANDBY || ACTING(c) == 1)
 }
 
@@ -88,16 +101,28 @@ inline begin(c) /* Supervisor._launch and _promote */
         if
         :: c != STANDBY && ANSWERS(STANDBY) ->
             p = process[STANDBY];
-            process[c] = p; process[STANDBY] = 0; promotion[p] = c;
+            process[c] = p; promotion[p] = c;
             condition[p] = (condition[p] == READY -> LOADING : condition[p]); /* row not ready now */
-            phase[STANDBY] = BACKOFF
+#ifndef SPENT_STANDBY
+            process[STANDBY] = 0; phase[STANDBY] = BACKOFF
+#endif
         :: else -> launch(c, p)
         fi;
-        phase[c] = STARTING; p = 0
+        phase[c] = STARTING; waited[c] = false; p = 0;
+        TOLD(c, begun)
     }
 }
 
-inline die(p) { condition[p] = DEAD; promotion[p] = 0 }
+inline die(p) { was_ready[p] = (condition[p] == READY); condition[p] = DEAD; promotion[p] = 0 }
+
+inline on_exit(c) /* ready for less than a beat is no failed start */
+{
+    if
+    :: phase[c] == STARTING && was_ready[p] -> phase[c] = UP; been_up[c] = true
+    :: else
+    fi;
+    was_ready[p] = false
+}
 
 inline after_death(c) /* _after_death, _restart_or_escalate */
 {
@@ -131,27 +156,31 @@ inline tend(c) /* one turn for one child: _on_exit, then _tend, then a launch th
         p = process[c];
         if
         :: p && condition[p] == DEAD && GROUP_EMPTY(p) ->          /* _bury */
+            on_exit(c);
             condition[p] = ABSENT; promotion[p] = 0; hung[p] = false; stuck[p] = false;
             kill_sent[p] = false;
 #ifndef NO_GROUP
             acts_as[p] = 0;
 #endif
             process[c] = 0;
-            after_death(c)
-        :: p && condition[p] == DEAD && !GROUP_EMPTY(p) ->         /* what it forked has to go */
-            phase[c] = BURYING; kill_sent[p] = true
+            after_death(c);
+            TOLD(c, buried)
+        :: p && condition[p] == DEAD && !GROUP_EMPTY(p) && phase[c] != BURYING -> /* what it forked has to go */
+            on_exit(c); phase[c] = BURYING; kill_sent[p] = true; TOLD(c, burying)
         :: p && condition[p] == READY && phase[c] == STARTING && !promotion[p] -> /* _rise */
-            phase[c] = UP; been_up[c] = true
+            phase[c] = UP; been_up[c] = true;
+            assert(acts_as[p] == c); TOLD(c, risen)
 #ifndef NO_HANG_CHECK
-        :: p && condition[p] != DEAD && hung[p] && (phase[c] == STARTING || phase[c] == UP) ->
-            phase[c] = KILLED; kill_sent[p] = true                 /* silent, or not ready in time */
+        :: p && hung[p] && (phase[c] == STARTING && condition[p] == LOADING || phase[c] == UP && condition[p] != DEAD) ->
+            phase[c] = KILLED; kill_sent[p] = true;                /* silent, or not ready in time */
+            TOLD(c, killed)
 #endif
 #ifdef PROMOTE_EARLY
         :: p && phase[c] == KILLED && c != STANDBY && ANSWERS(STANDBY) ->  /* why wait? */
             phase[c] = BACKOFF
 #endif
         :: p && phase[c] == KILLED && stuck[p] && condition[p] != DEAD ->  /* late: _quarantine */
-            phase[c] = QUARANTINED
+            phase[c] = QUARANTINED; TOLD(c, quarantined)
 #ifdef TWIN
         :: p && phase[c] == QUARANTINED && c != STANDBY -> phase[c] = BACKOFF
 #endif
@@ -162,7 +191,11 @@ inline tend(c) /* one turn for one child: _on_exit, then _tend, then a launch th
     if
     :: phase[c] == BACKOFF && !escalated ->
         assert(c == STANDBY || deaths <= DEATHS_MAX);              /* never without a bound */
-        begin(c)
+        if
+        :: begin(c)
+        :: atomic { c != STANDBY && !waited[c] && phase[STANDBY] == STARTING ->
+            waited[c] = true; TOLD(c, waits) }
+        fi
     :: else
     fi
 }
@@ -204,24 +237,24 @@ proctype Process(byte me)
 {
     do
     :: atomic { condition[me] == LOADING && !hung[me] && !kill_sent[me] && !promotion[me] ->
-        condition[me] = READY }
+        condition[me] = READY; TOLD(me, ready) }
     :: atomic { promotion[me] && !hung[me] && !kill_sent[me] &&    /* it reads its pipe */
         condition[me] != DEAD && condition[me] != ABSENT ->
         acts_as[me] = promotion[me]; promotion[me] = 0;
-        assert(ACTING(acts_as[me]) == 1) }
+        assert(ACTING(acts_as[me]) == 1); TOLD(me, heard) }
     :: atomic { condition[me] == READY && acts_as[me] == LISTENER && !hung[me] && backlog ->
         backlog = false }                                          /* it accepts */
     :: atomic { failures && (condition[me] == LOADING || condition[me] == READY) && !kill_sent[me] ->
         SPEND
         if
-        :: die(me)
-        :: helper[me] = true; die(me)                              /* and leaves a child behind */
-        :: !hung[me] -> hung[me] = true
-        :: STUCK && !hung[me] -> hung[me] = true; stuck[me] = true
+        :: die(me); TOLD(me, died)
+        :: helper[me] = true; die(me); TOLD(me, left_helper)       /* a child of its own is there */
+        :: !hung[me] -> hung[me] = true; TOLD(me, hangs)
+        :: STUCK && !hung[me] -> hung[me] = true; stuck[me] = true; TOLD(me, sticks)
         fi }
     :: atomic { kill_sent[me] && condition[me] != DEAD && condition[me] != ABSENT && !stuck[me] ->
-        die(me) }                                                  /* SIGKILL arrives, in its time */
-    :: atomic { kill_sent[me] && helper[me] -> helper[me] = false }
+        die(me); TOLD(me, died) }                                  /* SIGKILL arrives, in its time */
+    :: atomic { kill_sent[me] && helper[me] -> helper[me] = false; TOLD(me, helper_gone) }
     od
 }
 

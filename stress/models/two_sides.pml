@@ -16,9 +16,9 @@
  *        with PATIENT (no deadline, no forced fence, no restart; losses come to an end) all that is
  *        done by messages alone, and a room that nobody gave up is a Success.
  *
- * Mutants (-D): REUSE_ON_VERDICT QUIET_OF_UNKNOWN QUIET_UNFENCED LANDED_EARLY ANY_EPOCH
+ * Mutants (-D): REUSE_ON_VERDICT QUIET_OF_UNKNOWN QUIET_UNFENCED LANDED_EARLY ANY_EPOCH DECLINE_OPEN
  *               live: NO_DEADLINE NO_FORCED_FENCE
- *               patient: FORGET_DESTINATION FORGET_LANDED FORGET_ABORT
+ *               patient: FORGET_DESTINATION FORGET_LANDED FORGET_ABORT FORGET_DECLINE
  */
 
 #ifndef ROOMS
@@ -32,6 +32,9 @@
 #endif
 #ifndef ABORTS
 #define ABORTS 1   /* by an engine of either side */
+#endif
+#ifndef DECLINES
+#define DECLINES 0 /* by an engine of either side, before it has a room: Declined */
 #endif
 #ifndef LOSSES
 #define LOSSES 1
@@ -78,7 +81,7 @@ bool p_quiet[ROOMS + 1], fenced[ROOMS + 1], p_told[ROOMS + 1];
 byte written[ROOMS + 1];
 
 byte aborts = ABORTS, losses = LOSSES, repeats = REPEATS, restarts = RESTARTS;
-byte decode_restarts = DECODE_RESTARTS;
+byte decode_restarts = DECODE_RESTARTS, declines = DECLINES;
 bool frozen;            /* nothing lands */
 
 /* Said again and again: the sender's timer is any moment at which it is not under way already.  A
@@ -109,9 +112,9 @@ bool said_abort[ROOMS + 1];
 #define ABORT_SAID(i)
 #endif
 
-inline d_fail() /* states.quiet_at */
+inline d_fail() /* states.quiet_at; a room that was declined never had pages */
 {
-    d_quiet = (d < TRANSFERRING);
+    d_quiet = (d < TRANSFERRING || d == NONE);
     d = FAILED
 }
 
@@ -142,6 +145,13 @@ active proctype Decode() /* engine, janitor, and what the listener knows of peer
 {
     do
     :: atomic { d == NONE && g <= ROOMS -> d = BOOTSTRAPPING }
+#if DECLINES                                            /* prefill is told all the same */
+#ifdef FORGET_DECLINE
+    :: atomic { d == NONE && g <= ROOMS && declines -> declines--; next_room() }
+#else
+    :: atomic { d == NONE && g <= ROOMS && declines -> declines--; asked = known; d_fail() }
+#endif
+#endif
     :: atomic { d == BOOTSTRAPPING ->                   /* send_metadata: first the move */
         assert(pages == 0);
         pages = g; placed = 0; d = TRANSFERRING; asked = known; sent_epoch[g] = epoch }
@@ -241,6 +251,14 @@ active proctype Prefill()
     }
     do
     :: atomic { !opened[1] && g >= 1 -> opened[1] = true; p[1] = BOOTSTRAPPING }
+#if DECLINES
+#ifdef DECLINE_OPEN /* its engine knows what it declines; so why should the listener look? */
+    :: atomic { g >= 1 && (!opened[1] || OPEN(p[1])) && declines ->
+#else
+    :: atomic { g >= 1 && !opened[1] && declines ->
+#endif
+        declines--; opened[1] = true; p[1] = FAILED; p_quiet[1] = true; fenced[1] = true }
+#endif
 #if ROOMS > 1
     :: atomic { !opened[2] && g >= 2 -> opened[2] = true; p[2] = BOOTSTRAPPING }
 #endif
@@ -389,22 +407,21 @@ active proctype Network()
 active proctype Fate() { frozen = true }
 #endif
 
-/* A run that got stuck is to spin no run at all, unless something turns for ever. */
-#ifdef LIVE
-active proctype Idle()
-{
-    do
-    :: true -> skip
-    od
-}
-#endif
-
 #if ROOMS > 1
 #define P_OVER (!OPEN(p[1]) && !OPEN(p[2]))
 #define P_DONE (p[1] == SUCCESS && p[2] == SUCCESS)
 #else
 #define P_OVER (!OPEN(p[1]))
 #define P_DONE (p[1] == SUCCESS)
+#endif
+
+/* A run that ends is to spin no run at all, so somebody has to look where it does. */
+#ifdef LIVENESS
+#if defined(PATIENT) && ABORTS == 0 && DECLINES == 0
+active proctype Stuck() { timeout -> assert(g > ROOMS && P_DONE) }
+#else
+active proctype Stuck() { timeout -> assert(g > ROOMS && P_OVER) }
+#endif
 #endif
 
 ltl every_room_ends { <>[] (g > ROOMS && P_OVER) }

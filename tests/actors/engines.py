@@ -7,6 +7,7 @@ wrote.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -29,7 +30,7 @@ from tests.actors.post import Box
 from tests.actors.tree import Tree
 
 FREED = {Role.PREFILL: 0xEE, Role.DECODE: 0xDD}  # else a free page could hide where it went
-UPKEEP_NS = 20 * MILLISECOND_NS
+UPKEEP_NS, IDLE_NS = 20 * MILLISECOND_NS, 50 * MILLISECOND_NS
 
 
 @dataclass
@@ -96,7 +97,9 @@ class Engine:
         self.pages: PageAllocator | None = None  # None: rooms of a predecessor are not quiet yet
         self.listener_seen = table.incarnation(LISTENER_ROW)
         self.workers_seen = [table.incarnation(FIRST_WORKER_ROW + m.rank) for m in tree.maps]
-        self._upkeep_ns = 0
+        self._upkeep_ns = self._renewed_ns = 0
+        self._again_ns = 0  # when we have something to do of our own accord
+        self._starved = False  # a room waits for pages
         resend_ns = to_ns(tree.shape.timeouts.resend_s)
         self.desk = Desk(
             table, box, tree.clock, tree.instance, box.flush, self._forget, self._worker, resend_ns
@@ -138,6 +141,7 @@ class Engine:
             self.pages.free_count < job.plan.pages_count
             or self.aux.used_count == self.aux.rows_count
         ):
+            self._starved = True
             return False
         job.pages = self.pages.allocate(job.plan.pages_count)
         job.aux_index = self.aux.reserve()
@@ -149,6 +153,9 @@ class Engine:
         """Free what the room held, and mark it so that a late byte is seen."""
         if job.pages is None or self.pages is None:
             return
+        if self._starved or self.plans:
+            self._starved = False
+            self._later(0)
         self.pages.free(job.pages)
         self.aux.release(job.aux_index)
         self.free_pages[job.pages] = True
@@ -157,6 +164,19 @@ class Engine:
             self._grid(m.rank)[job.pages] = self.freed
             self._aux_grid(m.rank)[job.aux_index] = self.freed
         job.pages = None
+
+    def check_moved(self, rank: int, offsets: list[int], verb: str) -> None:
+        """Bytes were moved there: nothing of it may be free."""
+        if self.pages is None:
+            return
+        m = self.tree.maps[rank]
+        for offset in offsets:
+            if offset < m.aux_offset:
+                free = self.free_pages[offset // m.page_bytes]
+            else:
+                free = self.free_aux[(offset - m.aux_offset) // AUX_ROW_BYTES]
+            what = "free pages" if offset < m.aux_offset else "a free aux row"
+            assert not free, f"{self.tree.name}: bytes {verb} {what} of rank {rank}"
 
     def check_freed(self) -> None:
         """No byte lands in a page or aux row that is nobody's."""
@@ -173,14 +193,16 @@ class Engine:
     def plan(self, plan: Plan) -> None:
         """Serve this room as soon as its id is free here."""
         self.plans.append(plan)
+        self.box.due_ns = 0
 
     def job(self, room: int) -> Job:
         """The latest use of a room id in this incarnation."""
         return next(job for job in reversed(self.history) if job.plan.room == room)
 
-    def abort(self, room: int) -> None:
+    def abort(self, room: int, reason: Reason = Reason.ABORTED) -> None:
         if (job := self.jobs.get(room)) is not None:
-            job.half.abort()
+            job.half.abort(reason)
+            self.box.due_ns = 0
 
     def decline(self, room: int, peer: str = "") -> None:
         """As KVManager.decline does."""
@@ -190,8 +212,15 @@ class Engine:
             self.box.post(LISTENER, declined)
 
     def _open_handles(self, room: int) -> list[Handle]:
-        now_ns = self.clock()
-        return [self.table.open(room, m.rank, now_ns=now_ns) for m in self.tree.maps]
+        """As KVManager does.  Raises TableFull."""
+        with contextlib.ExitStack() as undo:
+            handles = []
+            for m in self.tree.maps:
+                handle = self.table.open(room, m.rank, now_ns=self.clock())
+                undo.callback(self.table.discard, handle.slot, handle.generation)
+                handles.append(handle)
+            undo.pop_all()
+        return handles
 
     def _begin(self, plan: Plan) -> Job:
         raise NotImplementedError
@@ -205,14 +234,16 @@ class Engine:
     def unmute(self, room: int) -> None:
         job = self.jobs[room]
         job.plan = replace(job.plan, mute=False)
+        self.box.due_ns = 0
 
     def handle(self, sender: Address, message: AnyMessage, now_ns: int) -> None:
         raise AssertionError(f"an engine got {message!r}")
 
     def tick(self, now_ns: int) -> int:
+        self._again_ns = now_ns + (UPKEEP_NS if self.jobs else IDLE_NS)
         if self.pages is None:
             self._settle_in()
-            return 20
+            return UPKEEP_NS // MILLISECOND_NS
         plans, self.plans = self.plans, []
         for plan in plans:
             if plan.room in self.jobs:
@@ -221,13 +252,18 @@ class Engine:
             try:
                 job = self._begin(plan)
             except TableFull:
+                self.decline(plan.room, plan.peer)
                 continue
             self.jobs[plan.room] = job
             self.history.append(job)
+            self._later(now_ns + UPKEEP_NS)
         for job in list(self.jobs.values()):
             self._serve(job, now_ns)
         self._upkeep(now_ns)
-        return 0
+        return max(0, self._again_ns - now_ns) // MILLISECOND_NS
+
+    def _later(self, at_ns: int) -> None:
+        self._again_ns = min(self._again_ns, at_ns)
 
     def _serve(self, job: Job, now_ns: int) -> None:
         state = job.half.poll()
@@ -262,7 +298,15 @@ class Engine:
             if incarnation not in (0, self.workers_seen[m.rank]):
                 self.workers_seen[m.rank] = incarnation
                 new_workers.append(m.rank)
+        renew_ns = self.tree.shape.renew_ms * MILLISECOND_NS
+        renew = renew_ns and now_ns - self._renewed_ns >= renew_ns
+        if renew:
+            self._renewed_ns = now_ns
+        if new_listener:
+            self.desk.say_again(now_ns)
         for job in list(self.jobs.values()):
+            if renew:
+                job.half.renew_queued(now_ns)
             if isinstance(job.half, KVReceiver):
                 job.half.resend(now_ns, restarted=new_listener)
             else:
@@ -285,9 +329,12 @@ class PrefillEngine(Engine):
         plan, sender = job.plan, job.half
         assert isinstance(sender, KVSender)
         chunks = len(plan.split) or plan.chunks
-        if plan.mute or job.sent_chunks == chunks or now_ns < job.due_ns:
+        if plan.mute or job.sent_chunks == chunks:
             return
         if state is KVPoll.Bootstrapping and not plan.eager:
+            return
+        if now_ns < job.due_ns:
+            self._later(job.due_ns)
             return
         if job.pages is None:
             if not self._reserve(job):
@@ -301,6 +348,7 @@ class PrefillEngine(Engine):
         job.sent_chunks += 1
         sender.send(job.pages[first:end], last=job.sent_chunks == chunks)
         job.due_ns = now_ns + plan.pace_ms * MILLISECOND_NS
+        self._later(job.due_ns)
 
     def _write(self, job: Job) -> None:
         """The KV of this use: bytes that no other use has."""
@@ -328,7 +376,10 @@ class DecodeEngine(Engine):
         receiver = job.half
         assert isinstance(receiver, KVReceiver)
         job.due_ns = job.due_ns or now_ns + job.plan.pace_ms * MILLISECOND_NS
-        if now_ns < job.due_ns or not self._reserve(job):
+        if now_ns < job.due_ns:
+            self._later(job.due_ns)
+            return
+        if not self._reserve(job):
             return
         assert job.pages is not None
         pages = job.pages + self.tree.shape.pages_count if job.plan.bad else job.pages

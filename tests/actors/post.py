@@ -3,20 +3,22 @@
 A `Box` is what an actor sees of it (`Postman`).  Its frames go through the real codec.  Between two
 boxes the order is kept; a frame to a dead process is lost if it was on its way when the process
 died, and waits for the successor if it was sent later, since the supervisor owns the door.  Frames
-between trees may also be lost, repeated or late, and a cut link loses or delays all of them.
+between trees may also be lost, repeated, late or overtaken; a link that is cut, in one direction or
+in both, loses or delays all of them.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pdrt.clock import MILLISECOND_NS
 from pdrt.mail.mailbox import Address, Envelope
 from pdrt.protocol import codec
 from pdrt.protocol.messages import AnyMessage
 
+NEVER_NS = 1 << 62
 WAITING_MAX = 1024  # frames that wait for a door to open
 
 
@@ -26,19 +28,24 @@ class Weather:
 
     loss: float = 0.0
     repeat: float = 0.0
+    overtaken: float = 0.0  # of the frames, these come late, as over a connection of before
     delay_ms: tuple[int, int] = (1, 3)
     held_when_cut: float = 0.5  # of the frames sent into a cut, these arrive when it is mended
 
 
-@dataclass(order=True)
+LATE_MS_MAX = 300  # how late a repeated or overtaken frame may be
+
+#: A link between two trees, both ways; or one way, from the first to the second.
+Cut = frozenset[str] | tuple[str, str]
+
+
+@dataclass(slots=True, eq=False)
 class Frame:
-    due_ns: int
-    number: int
-    source: Box = field(compare=False)
-    endpoint: str = field(compare=False)  # of the door that it leaves from or goes to
-    link: str = field(compare=False)  # name of the link at the dialling box
-    target: Box | None = field(compare=False)  # None: whoever owns the endpoint
-    data: bytes = field(compare=False)
+    source: Box
+    endpoint: str  # of the door that it leaves from or goes to
+    link: str  # name of the link at the dialling box
+    target: Box | None  # None: whoever owns the endpoint
+    data: bytes
 
 
 class Post:
@@ -48,42 +55,53 @@ class Post:
         self.rng = random.Random(seed)
         self.weather = Weather()
         self.now_ns = 0
-        self.cuts: set[frozenset[str]] = set()  # pairs of trees
+        self.cuts: set[Cut] = set()
         self.deserted: set[str] = set()  # host:port where nobody listens any more
         self.carried = 0
         self._number = 0
-        self._flying: list[Frame] = []
+        self._flying: list[tuple[int, int, Frame]] = []  # when it arrives, its number; a heap
         self._held: list[Frame] = []
         self._waiting: dict[str, list[Frame]] = {}
-        self._last_due: dict[tuple[str, str, bool], int] = {}
+        self._last_due: dict[tuple[Box, str, Box | None], int] = {}
         self.doors: dict[str, Box] = {}
         self.boxes: dict[bytes, Box] = {}
 
     def send(self, source: Box, endpoint: str, link: str, target: Box | None, data: bytes) -> None:
         """Put a frame on its way.  `target` is set for an answer through a door."""
+        rng, weather = self.rng, self.weather
         low, high = 0, 1
-        arrivals = [0]
+        late_ms = [0]
         if endpoint.startswith("tcp://"):
-            low, high = self.weather.delay_ms
-            if self.rng.random() < self.weather.loss:
+            low, high = weather.delay_ms
+            if rng.random() < weather.loss:
                 return
-            if self.rng.random() < self.weather.repeat:
-                arrivals.append(self.rng.randrange(1, 300))
-        lane = (source.name, f"{endpoint}/{target.name if target else ''}", target is None)
-        for extra_ms in arrivals:
-            due_ns = self.now_ns + self.rng.randint(low, high) * MILLISECOND_NS
+            if rng.random() < weather.repeat:
+                late_ms.append(rng.randrange(1, LATE_MS_MAX))
+            if weather.overtaken and rng.random() < weather.overtaken:
+                late_ms[0] = rng.randrange(1, LATE_MS_MAX)
+        frame = Frame(source, endpoint, link, target, data)
+        lane = source, endpoint, target
+        for extra_ms in late_ms:
+            due_ns = self.now_ns + rng.randint(low, high) * MILLISECOND_NS
             if extra_ms:
                 due_ns += extra_ms * MILLISECOND_NS
             else:
                 due_ns = self._last_due[lane] = max(due_ns, self._last_due.get(lane, 0))
             self._number += 1
-            frame = Frame(due_ns, self._number, source, endpoint, link, target, data)
-            heapq.heappush(self._flying, frame)
+            heapq.heappush(self._flying, (due_ns, self._number, frame))
+
+    @property
+    def due_ns(self) -> int:
+        """When the next frame arrives."""
+        return self._flying[0][0] if self._flying else NEVER_NS
 
     def deliver(self, now_ns: int) -> None:
         self.now_ns = now_ns
-        while self._flying and self._flying[0].due_ns <= now_ns:
-            self._arrive(heapq.heappop(self._flying))
+        while self._flying and self._flying[0][0] <= now_ns:
+            self._arrive(heapq.heappop(self._flying)[2])
+
+    def _is_cut(self, a: str, b: str) -> bool:
+        return frozenset((a, b)) in self.cuts or (a, b) in self.cuts
 
     def _arrive(self, frame: Frame) -> None:
         target = frame.target or self.doors.get(frame.endpoint)
@@ -92,7 +110,7 @@ class Post:
             if len(waiting) < WAITING_MAX:
                 waiting.append(frame)
             return
-        if frozenset((frame.source.tree, target.tree)) in self.cuts:
+        if self.cuts and self._is_cut(frame.source.tree, target.tree):
             if self.rng.random() < self.weather.held_when_cut:
                 self._held.append(frame)
             return
@@ -105,10 +123,11 @@ class Post:
             if not target.alive or target.links.get(frame.link) != frame.endpoint:
                 return
             sender = frame.link
-        target.inbox.extend((sender, message) for message in messages)
+        target.inbox.extend([(sender, message) for message in messages])
+        target.due_ns = 0
 
     def mend(self, a: str, b: str) -> None:
-        self.cuts.discard(frozenset((a, b)))
+        self.cuts -= {frozenset((a, b)), (a, b), (b, a)}
         held, self._held = self._held, []
         for frame in held:
             self._arrive(frame)
@@ -131,7 +150,7 @@ class Post:
         def lost(frame: Frame) -> bool:
             return frame.target is box or (frame.target is None and frame.endpoint in endpoints)
 
-        self._flying = [frame for frame in self._flying if not lost(frame)]
+        self._flying = [entry for entry in self._flying if not lost(entry[2])]
         heapq.heapify(self._flying)
         self._held = [frame for frame in self._held if not lost(frame)]
 
@@ -145,6 +164,7 @@ class Box:
         self.name = name
         self.identity = name.encode()
         self.alive = True
+        self.due_ns = 0  # when its process turns next: at once if something has arrived
         self.links: dict[str, str] = {}
         self.door_names: dict[str, str] = {}
         self.inbox: list[Envelope] = []

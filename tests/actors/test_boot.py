@@ -3,17 +3,14 @@ from __future__ import annotations
 import os
 import secrets
 import selectors
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 from pdrt.actors.boot import RegionFetch
-from pdrt.attach import AttachService, bind
-from pdrt.errors import AttachFailed
 from pdrt.protocol.peers import instance_digest
 from pdrt.shm_status import memory_fd
 from pdrt.transports.base import TransportError
+from tests.attach_services import serve, turn
 from tests.waiting import wait_until
 
 
@@ -32,35 +29,14 @@ def test_a_region_comes_with_the_connection_that_says_that_we_map_it() -> None:
     address, selector = f"@pdrt-test-{secrets.token_hex(8)}", selectors.DefaultSelector()
     fd = memory_fd("region", 4096)
 
-    def nobody(*_: object) -> Any:
-        raise AttachFailed("no engines here")
-
-    def watch(fd: int, call: Callable[[], None]) -> None:
-        selector.register(fd, selectors.EVENT_READ, call)
-
-    def unwatch(fd: int) -> None:
-        selector.unregister(fd)
-
-    service = AttachService(
-        bind(address),
-        regions=[fd],
-        worker_epoch=lambda rank: 3,
-        answer_engine=nobody,
-        engine_gone=nobody,
-        watch=watch,
-        unwatch=unwatch,
-    )
-
-    def turn() -> None:
-        for key, _ in selector.select(0.01):
-            key.data()
+    service = serve(address, selector, regions=[fd], worker_epoch=lambda rank: 3)
 
     def fetched() -> tuple[int, int] | None:
-        turn()
+        turn(selector)
         return fetch.poll()
 
     def mapped() -> bool:
-        turn()
+        turn(selector)
         return service.mapped(instance_digest("peer"), 0, 3)
 
     fetch = RegionFetch(address, "0#3", "peer")

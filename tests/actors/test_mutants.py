@@ -5,66 +5,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from pdrt.actors import prefill_failing
-from pdrt.actors.janitor import Janitor
-from pdrt.actors.past import Past
 from pdrt.actors.prefill_listener import PrefillListener
-from pdrt.actors.taken import Taken
-from pdrt.actors.transfer import TransferWorker
-from pdrt.protocol.peers import TRANSPORT_CODES
-from pdrt.protocol.states import KVPoll, Role
-from pdrt.shm_status import OPENER, PATH, peer_of, transport_of
+from pdrt.protocol.states import KVPoll
 from tests.actors import schedule
+from tests.actors.mutants import (
+    everything_is_quiet,
+    no_fence,
+    one_destination_for_many_rooms,
+    successes_are_forgotten,
+    unmapped_is_quiet,
+)
 from tests.actors.test_world import moving, succeeds, to_phase, until_verdict, verdict
 from tests.actors.world import World
 
 LANDED = "bytes landed in free"
-
-
-def _everything_is_quiet(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(prefill_failing.Failing, "_is_quiet", lambda self, room: True)
-
-
-def _no_fence(patch: pytest.MonkeyPatch) -> None:
-    def quieten(self: TransferWorker, room: Any) -> bool:
-        for posted, _ in room.inflight:
-            room.path.transport.release(posted)
-        room.inflight = []
-        self._settle(room, fenced=True)
-        return True
-
-    patch.setattr(TransferWorker, "_start_fence", lambda self, room: None)
-    patch.setattr(TransferWorker, "_quieten", quieten)
-
-
-def _successes_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Past, "succeed", lambda self, room, moved_bytes: None)
-
-
-def _one_destination_for_many_rooms(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Taken, "take", lambda self, destination, ours: True)
-
-
-def _unmapped_is_quiet(patch: pytest.MonkeyPatch) -> None:
-    """Over shm, without asking whether our own worker is dead: somebody may map it again."""
-    settle = Janitor._settle
-    shm = TRANSPORT_CODES.index("shm")
-
-    def too_soon(self: Janitor, row: Any, slot: int, generation: int, *rest: Any) -> None:
-        peer, rank = peer_of(int(row[PATH // 8])), int(row[OPENER // 8]) >> 40
-        owner = int(row[0]) >> 21 & 0x7FF
-        by_shm = self._table.role is Role.DECODE and transport_of(int(row[PATH // 8])) == shm
-        if by_shm and not self._mapped(peer, rank, owner):
-            self._table.set_quiet(slot, generation)
-        settle(self, row, slot, generation, *rest)
-
-    patch.setattr(Janitor, "_settle", too_soon)
-
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
@@ -82,7 +40,7 @@ def holds_or_breaks(mutants: list[Mutant], breaks: str | None) -> Iterator[None]
                 yield
 
 
-@pytest.mark.parametrize("mutants", [[], [_everything_is_quiet], [_no_fence]])
+@pytest.mark.parametrize("mutants", [[], [everything_is_quiet], [no_fence]])
 def test_an_aborted_room_whose_bytes_are_still_under_way(mutants: list[Mutant]) -> None:
     with World(polls=200) as world, holds_or_breaks(mutants, LANDED if mutants else None):
         moving(world)
@@ -95,8 +53,8 @@ def test_an_aborted_room_whose_bytes_are_still_under_way(mutants: list[Mutant]) 
     ("mutants", "breaks"),
     [
         ([], None),
-        ([_successes_are_forgotten], None),  # as a restart of the listener does
-        ([_successes_are_forgotten, _one_destination_for_many_rooms], LANDED),
+        ([successes_are_forgotten], None),  # as a restart of the listener does
+        ([successes_are_forgotten, one_destination_for_many_rooms], LANDED),
     ],
 )
 def test_a_destination_that_comes_again_when_its_id_is_used_again(
@@ -114,7 +72,7 @@ def test_a_destination_that_comes_again_when_its_id_is_used_again(
 
 
 @pytest.mark.parametrize(
-    ("mutants", "breaks"), [([], None), ([_one_destination_for_many_rooms], LANDED)]
+    ("mutants", "breaks"), [([], None), ([one_destination_for_many_rooms], LANDED)]
 )
 def test_a_destination_that_is_sent_again_to_a_new_listener_when_its_room_is_over(
     mutants: list[Mutant], breaks: str | None
@@ -141,7 +99,7 @@ def test_a_destination_that_is_sent_again_to_a_new_listener_when_its_room_is_ove
         world.settle()
 
 
-@pytest.mark.parametrize(("mutants", "breaks"), [([], None), ([_unmapped_is_quiet], LANDED)])
+@pytest.mark.parametrize(("mutants", "breaks"), [([], None), ([unmapped_is_quiet], LANDED)])
 def test_a_worker_over_shm_that_is_restarted_while_decodes_abort_is_lost(
     mutants: list[Mutant], breaks: str | None
 ) -> None:
@@ -160,7 +118,7 @@ def test_a_worker_over_shm_that_is_restarted_while_decodes_abort_is_lost(
 
 
 @pytest.mark.parametrize(
-    ("mutant", "seeds"), [(_everything_is_quiet, range(40)), (_no_fence, range(40))]
+    ("mutant", "seeds"), [(everything_is_quiet, range(40)), (no_fence, range(40))]
 )
 def test_chaos_finds_it(mutant: Mutant, seeds: range) -> None:
     with pytest.MonkeyPatch.context() as patch:

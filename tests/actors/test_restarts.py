@@ -70,6 +70,27 @@ def test_a_room_that_prefill_does_not_know_is_quiet_only_if_it_was_there_from_th
     assert restarted or took_ms < 100
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode0"])
+def test_an_abort_outlives_the_listener_that_heard_it(world: World, side: str) -> None:
+    """Its room is cleared by then, so the table does not know it any more."""
+    succeeds(world, 0)
+    world.send(1)
+    world.receive(1, pace_ms=10_000)
+    until_state(world, "decode0", 1, KVPoll.WaitingForInput)
+    world.run(100)
+    world.post.weather.held_when_cut = 0.0
+    world.post.cuts.add(frozenset(("prefill", "decode0")))
+    world.abort(side, 1)
+    world.until(lambda: world.job(side, 1).cleared)
+    world.run(60)  # their listener has told them, in vain
+    world.trees[side].kill("listener")
+    world.run(20)
+    world.post.mend("prefill", "decode0")
+    other = "decode0" if side == "prefill" else "prefill"
+    until_verdict(world, 1, other, within_ms=1500)
+    assert world.job(other, 1).reason is Reason.PEER_ABORTED
+
+
 def test_a_destination_that_never_left_is_quiet_though_nobody_says_so(world: World) -> None:
     succeeds(world, 0)
     world.receive(1, pace_ms=100)

@@ -190,7 +190,8 @@ def test_a_queue_that_never_moves_ends_its_rooms_on_both_sides() -> None:
 def test_the_laws_hold_in_chaos_without_a_janitor(
     first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sixty rooms, deaths, freezes and cuts; each step sees that no room is open past its time."""
+    """Rooms, deaths, freezes and cuts; each change and each look sees that none is open past its
+    time."""
     build = World.__init__
 
     def unswept(world: World, *arguments: object, **named: object) -> None:

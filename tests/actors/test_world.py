@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from pdrt.actors.decode_listener import DecodeListener
 from pdrt.protocol.messages import Landed
 from pdrt.protocol.states import OPEN, KVPoll, Reason
 from tests.actors.world import LAYOUT, World
@@ -123,6 +126,37 @@ def test_an_abort_reaches_the_other_side_within_100_ms(world: World, side: str, 
     world.abort(side, 1)
     assert until_verdict(world, 1, other, within_ms=ABORT_MS) <= ABORT_MS
     assert world.job(other, 1).reason is Reason.PEER_ABORTED
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_an_abort_before_prefill_has_answered_the_first_hello_is_told(
+    world: World, restarted: bool
+) -> None:
+    if restarted:
+        succeeds(world, 0)
+        world.trees["decode0"].kill("listener")
+    world.post.cuts.add(frozenset(("prefill", "decode0")))
+    world.both(1, mute=True)
+    until_state(world, "decode0", 1, KVPoll.Bootstrapping)
+    world.run(100)
+    world.abort("decode0", 1)
+    world.run(20)
+    world.post.mend("prefill", "decode0")
+    until_verdict(world, 1, "prefill", within_ms=1000)  # it is said again after 0.2 s, and 0.4
+    assert world.job("prefill", 1).reason is Reason.PEER_ABORTED
+
+
+def test_an_abort_is_told_though_the_slot_was_cleared_before_the_listener_looked(
+    world: World,
+) -> None:
+    to_phase(world, "Bootstrapping")
+    world.abort("decode0", 1)  # what says so is under way
+    world.job("decode0", 1).half.clear()
+    listener = world.trees["decode0"].processes["listener"].actor
+    assert isinstance(listener, DecodeListener)
+    listener._scan(world.clock())
+    until_verdict(world, 1, "prefill", within_ms=ABORT_MS)
+    assert world.job("prefill", 1).reason is Reason.PEER_ABORTED
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode0"])
@@ -291,6 +325,39 @@ def test_a_frozen_decode_slows_nobody_else() -> None:
             world.trees["decode0"].freeze(name)
         assert _ms_of(world, 4) <= alone_ms + 10
         world.settle()
+
+
+def test_a_room_that_stands_still_does_not_keep_its_worker_awake(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not even after others have moved: polling it at once takes time from those who work."""
+    with World(decodes=2, polls=20) as world:
+        succeeds(world, 0, "decode0")
+        succeeds(world, 1, "decode1")
+        world.both(2, "decode0", mute=True)
+        until_state(world, "prefill", 2, KVPoll.WaitingForInput)
+        world.trees["decode0"].freeze("worker0")
+        world.engine("prefill").unmute(2)
+        until_state(world, "prefill", 2, KVPoll.Transferring)
+        world.run(400, step_ms=1)
+        succeeds(world, 3, "decode1")
+        worker = world.trees["prefill"].processes["worker0"].actor
+        sleeps_ms: list[int] = []
+        monkeypatch.setattr(worker, "tick", _noting(worker.tick, sleeps_ms))
+        world.run(100, step_ms=1)
+        assert verdict(world, "prefill", 2) is None, "it still stands there"
+        assert sleeps_ms
+        assert 0 not in sleeps_ms
+        world.trees["decode0"].thaw("worker0")
+        world.settle()
+
+
+def _noting(tick: Callable[[int], int], sleeps_ms: list[int]) -> Callable[[int], int]:
+    def noting(now_ns: int) -> int:
+        sleeps_ms.append(tick(now_ns))
+        return sleeps_ms[-1]
+
+    return noting
 
 
 def _ms_of(world: World, room: int) -> int:

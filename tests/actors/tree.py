@@ -8,7 +8,8 @@ import mmap
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,44 +23,41 @@ from pdrt.actors.janitor import Janitor
 from pdrt.actors.paths import LISTENER
 from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.actors.transfer import TransferWorker
-from pdrt.clock import MILLISECOND_NS, ManualClock, to_ns
+from pdrt.clock import MILLISECOND_NS, Clock, to_ns
 from pdrt.config import Timeouts
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.peers import instance_digest
 from pdrt.protocol.states import KVPoll, Role
-from pdrt.shm_status import Owner, StatusTable
-from pdrt.transports.base import Region, TransportError
-from pdrt.transports.fake import FakeFabric, FakeTransport
-from pdrt.transports.metadata import FakeMetadata, decode
-from tests.actors.post import Box, Post
+from pdrt.shm_status import INCARNATION_MASK, Owner, StatusTable
+from pdrt.transports.base import Region
+from tests.actors.fabric import Fabric, NixlLike
+from tests.actors.post import NEVER_NS, Box, Post
 
 SWEEP_NS = 50 * MILLISECOND_NS
+HAUNT_NS = 5 * MILLISECOND_NS  # between two steps of what a dead worker's adapter still moves
 ENGINE_ROW = FIRST_ENGINE_ROW
 assert ENGINES_MAX >= 1
 
 
-@dataclass
-class Fabric(FakeFabric):
-    """Knows which agents' workers are dead: their regions can be written to, and not mapped."""
-
-    buried: set[str] = field(default_factory=set)
+def control_of(name: str) -> str:
+    """Where the tree of that name is dialled."""
+    return f"{name}:8998"
 
 
-class ShmLike(FakeTransport):
-    """The fake with shm's quiet: the writer's death ends its writes, ours does not.  It ends what
-    can be mapped, as the attach server does."""
+class EngineActor(Actor, Protocol):
+    def check_moved(self, rank: int, offsets: list[int], verb: str) -> None:
+        """Bytes "landed in" these offsets, or "were read from" them: nothing there may be free."""
 
-    name = "shm"
 
-    def __init__(self, fabric: Fabric) -> None:
-        super().__init__(fabric)
-        self._buried = fabric.buried
+@dataclass(frozen=True)
+class Skewed:
+    """The clock of one host: no two were started at the same time."""
 
-    def connect(self, peer: str, metadata: bytes) -> int:
-        agent = decode(metadata, FakeMetadata).agent
-        if agent in self._buried:
-            raise TransportError(f"the worker of {agent} is gone")
-        return super().connect(peer, metadata)
+    clock: Clock
+    skew_ns: int = 0
+
+    def __call__(self) -> int:
+        return self.clock() + self.skew_ns
 
 
 @dataclass(eq=False)
@@ -69,16 +67,22 @@ class Process:
     incarnation: int
     box: Box
     table: StatusTable
-    actor: Actor
-    transport: FakeTransport | None = None
+    clock: Skewed
+    spin_ns: int
+    actor: Actor = field(init=False)
+    transport: NixlLike | None = None
     agent: str = ""
     frozen_ns: int = 0  # since when; 0: it runs
 
     def turn(self, now_ns: int) -> None:
-        for sender, message in self.box.receive():
-            self.actor.handle(sender, message, now_ns)
-        self.actor.tick(now_ns)
-        self.box.flush()
+        """One turn of its loop, by the world's time.  Until when it then sleeps is in its box."""
+        actor, box = self.actor, self.box
+        our_ns = now_ns + self.clock.skew_ns
+        for sender, message in box.receive():
+            actor.handle(sender, message, our_ns)
+        sleep_ns = actor.tick(our_ns) * MILLISECOND_NS
+        box.flush()
+        box.due_ns = now_ns + max(sleep_ns, self.spin_ns)
 
 
 @dataclass
@@ -87,12 +91,16 @@ class Shape:
 
     layout: Layout
     timeouts: Timeouts
-    transport: Callable[[Fabric], FakeTransport]
+    transport: Callable[[Fabric], NixlLike]
     rooms_max: int = 256
     pages_count: int = 64
     aux_rows: int = 32
     restart_ms: int = 30
     hang_s: float = 1.0
+    spin_ms: int = 1  # a process that does not want to sleep turns again after so long
+    renew_ms: int = 0  # engines say so often that rooms wait in their queue; 0: never
+    deaf: float = 0.0  # of the engine's wake-ups, these are lost
+    born: int = 1  # incarnation of the first processes
 
 
 class Tree:
@@ -106,13 +114,15 @@ class Tree:
         shape: Shape,
         post: Post,
         fabric: Fabric,
-        clock: ManualClock,
-        engine: Callable[[Tree, Box, StatusTable], Actor],
+        clock: Skewed,
+        engine: Callable[[Tree, Box, StatusTable], EngineActor],
     ) -> None:
         self.role, self.name, self.instance, self.shape = role, name, instance, shape
         self.post, self.fabric, self.clock = post, fabric, clock
+        self.due_ns = 0  # when there is something for the supervisor to do, by the world's time
+        self.on_view: Callable[[StatusTable], object] = lambda table: None
         self._engine = engine
-        self.control = f"{name}:8998"
+        self.control = control_of(name)
         self.maps = tuple(
             RegionMap(
                 layout=shape.layout, rank=r, pages_count=shape.pages_count, aux_rows=shape.aux_rows
@@ -132,7 +142,7 @@ class Tree:
             now_ns=clock(),
             queue_ms=int(t.queue_s * 1000),
         )
-        self._tables: list[StatusTable] = []
+        self.tables: list[StatusTable] = []
         self.table = self._view(Owner(1, 1))
         self._fds = [shm_status.memory_fd(f"{name}{m.rank}", m.length_bytes) for m in self.maps]
         self._mapped = [
@@ -141,10 +151,11 @@ class Tree:
         self.regions = [memoryview(m) for m in self._mapped]
         self.memory: list[NDArray[np.uint8]] = [np.frombuffer(m, np.uint8) for m in self._mapped]
         self.processes: dict[str, Process] = {}
+        self.engine: EngineActor | None = None  # None: dead
         self.incarnations: dict[str, int] = {}
-        self.zombies: list[tuple[FakeTransport, int]] = []  # dead workers whose bytes still fly
+        self.zombies: list[tuple[NixlLike, int]] = []  # dead workers whose bytes still fly
         self.zombie_steps = 0
-        self._dead: list[FakeTransport] = []
+        self._dead: list[NixlLike] = []
         self.reborn: dict[str, int] = {}  # name -> when it is started again
         self.forced: list[str] = []  # workers restarted on purpose, by the janitor
         self._swept_ns = 0
@@ -156,17 +167,28 @@ class Tree:
             timeouts=t,
             mapped=self._is_mapped,
             fence=self._fence,
-            wake=lambda row: None,
+            wake=self._wake,
         )
-        self.decodes_mapped_by: Callable[[int], list[FakeTransport]] = lambda peer: []
+        self.decodes_mapped_by: Callable[[int], list[NixlLike]] = lambda peer: []
         self.names = ["listener", *(worker_link(m.rank) for m in self.maps), "engine"]
         for each in self.names:
             self.start(each)
 
     def _view(self, me: Owner) -> StatusTable:
         table = StatusTable(self._table_fd, me)
-        self._tables.append(table)
+        self.tables.append(table)
+        self.on_view(table)
         return table
+
+    def _wake(self, row: int) -> None:
+        """An eventfd: the engine turns at once.  It loses nothing but time without."""
+        engine = self.processes.get("engine")
+        deaf = self.shape.deaf
+        if engine is not None and row == engine.row and not (deaf and self._is_deaf(deaf)):
+            engine.box.due_ns = 0
+
+    def _is_deaf(self, share: float) -> bool:
+        return self.post.rng.random() < share
 
     # --- the supervisor's hand -------------------------------------------------------------------
 
@@ -176,19 +198,21 @@ class Tree:
         return LISTENER_ROW if name == "listener" else ENGINE_ROW
 
     def start(self, name: str) -> None:
-        incarnation = self.incarnations[name] = self.incarnations.get(name, 0) + 1
+        number = self.incarnations.get(name, self.shape.born - 1)
+        incarnation = self.incarnations[name] = number % INCARNATION_MASK + 1  # as `Board` has it
         row = self.row(name)
         self.table.incarnate(row, incarnation, 1000 + incarnation, name)
         table = self._view(Owner(row, incarnation))
         box = Box(self.post, self.name, f"{self.instance}-{row}.{incarnation}")
-        process = Process(name, row, incarnation, box, table, None)  # type: ignore[arg-type]
+        spin_ns = self.shape.spin_ms * MILLISECOND_NS
+        process = Process(name, row, incarnation, box, table, self.clock, spin_ns)
         if name == "listener":
             process.actor = self._listener(box, table)
         elif name == "engine":
             box.link(LISTENER, f"ipc://{self.instance}-listener")
             for m in self.maps:
                 box.link(worker_link(m.rank), f"ipc://{self.instance}-worker{m.rank}")
-            process.actor = self._engine(self, box, table)
+            process.actor = self.engine = self._engine(self, box, table)
         else:
             self._worker(process, int(name.removeprefix("worker")))
         self.processes[name] = process
@@ -205,7 +229,7 @@ class Tree:
             "table": table,
             "mailbox": box,
             "timeouts": self.shape.timeouts,
-            "wake": lambda row: None,
+            "wake": self._wake,
             "nobody_listens": lambda peer, now_ns: peer in self.post.deserted,
         }
         if self.role is Role.PREFILL:
@@ -224,6 +248,7 @@ class Tree:
         process.agent = f"{self.instance}.{rank}#{process.incarnation}"
         region = Region(self._fds[rank], region_map.length_bytes)
         metadata = process.transport.open(process.agent, region, region_map.scratch_offset)
+        self.fabric.homes[self.fabric.agents[process.agent]] = partial(self._moved, rank)
         name = process.transport.name
         process.actor = TransferWorker(
             region=region_map,
@@ -233,21 +258,29 @@ class Tree:
             mailbox=box,
             timeouts=self.shape.timeouts,
             clock=self.clock,
-            wake=lambda row: None,
+            wake=self._wake,
             listener_row=self.row("listener"),
         )
+
+    def _moved(self, rank: int, offsets: list[int], verb: str) -> None:
+        if self.engine is not None:
+            self.engine.check_moved(rank, offsets, verb)
 
     def kill(self, name: str, *, again_ms: int | None = None) -> None:
         """SIGKILL, and a successor after a while.  Nothing happens to what is dead already."""
         process = self.processes.pop(name, None)
         if process is None:
             return
+        self.due_ns = 0
+        if name == "engine":
+            self.engine = None
         if self.supervised:
             self.table.bury(process.row)
         else:
             self._unseen.append(process.row)
         self.post.bury(process.box)
         if process.transport is not None:
+            process.transport.haunts = True
             if process.transport.name == "shm":
                 self._dead.append(process.transport)
                 self.fabric.buried.add(process.agent)
@@ -262,6 +295,7 @@ class Tree:
         process = self.processes.get(name)
         if process is not None and not process.frozen_ns:
             process.frozen_ns = self.clock()
+            self.due_ns = 0
             if process.agent and process.transport and process.transport.name != "shm":
                 self.fabric.freeze(process.agent)
 
@@ -290,11 +324,24 @@ class Tree:
 
     # --- time ------------------------------------------------------------------------------------
 
-    def upkeep(self, now_ns: int) -> None:
+    def upkeep(self) -> None:
         """What the supervisor does of its own accord."""
         self._haunt()
+        if self.supervised:
+            self._supervise(self.clock())
+        self.due_ns = self._next_ns() - self.clock.skew_ns
+
+    def _next_ns(self) -> int:
+        """When there will be something to do, by our time."""
+        dues = [self._swept_ns + SWEEP_NS] if self.sweeps else [NEVER_NS]
+        dues += self.reborn.values()
+        hang_ns = to_ns(self.shape.hang_s) + 1
+        dues += [p.frozen_ns + hang_ns for p in self.processes.values() if p.frozen_ns]
         if not self.supervised:
-            return
+            dues = [NEVER_NS]
+        return min([*dues, self.clock() + HAUNT_NS]) if self.zombies else min(dues)
+
+    def _supervise(self, now_ns: int) -> None:
         for row in self._unseen:
             self.table.bury(row)
         self._unseen.clear()
@@ -333,7 +380,7 @@ class Tree:
     def digest(self) -> int:
         return instance_digest(self.instance)
 
-    def transports(self) -> list[FakeTransport]:
+    def transports(self) -> list[NixlLike]:
         return [p.transport for p in self.processes.values() if p.transport is not None]
 
     def stop(self) -> None:
@@ -353,7 +400,7 @@ class Tree:
             with contextlib.suppress(BufferError):
                 transport.close()
         self.processes.clear()
-        for table in self._tables:
+        for table in self.tables:
             with contextlib.suppress(BufferError):
                 table.close()
         self.memory.clear()

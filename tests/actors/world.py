@@ -1,26 +1,30 @@
 """THE WORLD: a prefill tree, decode trees and the network, in one thread, in virtual time.
 
 Everything but the engines' scheduling, the network and the supervisor is pdrt's own code.  One seed
-decides everything.  After every `step` the laws are checked (`laws.Watch`).
+decides everything.  The laws are checked at every change of a room and at every byte that is moved
+(`laws.Watch`, `fabric`).
+
+Time passes in one of two ways.  `step`: everybody has a turn; a test of one law wants that.
+`elapse`: as with real processes, each has a turn when something has arrived for it or when it asked
+to be woken, and the time between is skipped; that is how schedules are played.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from pdrt.actors.base import Actor
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, ManualClock
 from pdrt.config import Timeouts
 from pdrt.protocol.layout import Layout
-from pdrt.protocol.states import Role
+from pdrt.protocol.states import Reason, Role
 from pdrt.shm_status import StatusTable
-from pdrt.transports.fake import FakeTransport
 from tests.actors.engines import DecodeEngine, Engine, Job, Ledger, Plan, PrefillEngine
-from tests.actors.laws import Watch, leftovers
+from tests.actors.fabric import Fabric, NixlLike, ShmLike
+from tests.actors.laws import Watch, Witness, leftovers
 from tests.actors.post import Box, Post
-from tests.actors.tree import Fabric, Shape, ShmLike, Tree
+from tests.actors.tree import Process, Shape, Skewed, Tree, control_of
 
 LAYOUT = Layout(
     model="world", layers=2, kv_heads=1, head_dim=2, dtype="float32", page_size=1, ranks=1
@@ -34,6 +38,8 @@ TIMEOUTS = Timeouts(
     peer_s=0.6,
     resend_s=0.05,
 )
+LOOK_NS = 200 * MILLISECOND_NS  # between two looks at everything, when time elapses
+TURNS_MAX = 5000  # in one instant: somebody never sleeps
 
 
 class World:
@@ -50,15 +56,25 @@ class World:
         timeouts: Timeouts = TIMEOUTS,
         layout: Layout = LAYOUT,
         decode_layout: Layout | None = None,
+        witness: Witness | None = None,
+        skews_ns: Mapping[str, int] | None = None,
+        **shape: Any,
     ) -> None:
+        """`skews_ns`: how far the clock of a tree is ahead, by its name; `shape`: see
+        `tree.Shape`."""
         self.rng = random.Random(seed)
         self.clock = ManualClock(10 * SECOND_NS)
         self.post = Post(seed)
         self.fabric = Fabric(polls=polls)
         self.ledger = Ledger()
         self.layout = LAYOUT.__class__(**{**_fields(layout), "ranks": ranks})
-        self._timeouts, self._transport = timeouts, ShmLike if shm else FakeTransport
+        self._timeouts, self._transport = timeouts, ShmLike if shm else NixlLike
+        self._witness, self._skews_ns, self._shape = witness, skews_ns or {}, shape
+        self.turns = 0
+        self.elapses = False  # while rooms settle, too
+        self._looked_ns = 0
         self._born = 0
+        self._deserted: dict[str, Tree] = {}
         self._retired: list[Tree] = []
         self.zombie_steps = self.rng.randrange(0, 30)
         self.trees: dict[str, Tree] = {}
@@ -71,21 +87,22 @@ class World:
 
     def add(self, name: str, role: Role, layout: Layout) -> Tree:
         self._born += 1
-        shape = Shape(layout, self._timeouts, self._transport)
+        shape = Shape(layout, self._timeouts, self._transport, **self._shape)
         kind = PrefillEngine if role is Role.PREFILL else DecodeEngine
 
-        def engine(tree: Tree, box: Box, table: StatusTable) -> Actor:
+        def engine(tree: Tree, box: Box, table: StatusTable) -> Engine:
             return kind(tree, box, table, self.ledger)
 
         instance = f"{name[0]}{self._born:07x}"
-        tree = Tree(role, name, instance, shape, self.post, self.fabric, self.clock, engine)
+        clock = Skewed(self.clock, self._skews_ns.get(name, 0))
+        tree = Tree(role, name, instance, shape, self.post, self.fabric, clock, engine)
         tree.zombie_steps = self.zombie_steps
         tree.decodes_mapped_by = self._transports_of
         self.trees[name] = tree
-        self._watches[name] = Watch(tree)
+        self._watches[name] = Watch(tree, self._witness)
         return tree
 
-    def _transports_of(self, peer: int) -> list[FakeTransport]:
+    def _transports_of(self, peer: int) -> list[NixlLike]:
         found = (tree for tree in self.trees.values() if tree.digest == peer)
         return [transport for tree in found for transport in tree.transports()]
 
@@ -96,14 +113,30 @@ class World:
         self._retired.append(old)
         return self.add(name, old.role, old.shape.layout)
 
-    def desert(self, name: str) -> str:
-        """The tree dies as a whole, and nobody takes its address, which is returned."""
+    def desert(self, name: str, *, silent: bool = False) -> str:
+        """The tree dies as a whole, and nobody takes its address, which is returned.  `silent`: so
+        does its host, which cannot say that nobody listens there."""
         old = self.trees.pop(name)
         del self._watches[name]
         old.stop()
         self._retired.append(old)
-        self.post.deserted.add(old.control)
+        self._deserted[name] = old
+        if not silent:
+            self.post.deserted.add(old.control)
         return old.control
+
+    def revive(self, name: str) -> None:
+        """Another instance at an address that was deserted."""
+        old = self._deserted.pop(name)
+        self.post.deserted.discard(old.control)
+        self.add(name, old.role, old.shape.layout)
+
+    def find_engine(self, name: str) -> Engine | None:
+        """None if it is dead, or its tree."""
+        tree = self.trees.get(name)
+        engine = tree.engine if tree is not None else None
+        assert engine is None or isinstance(engine, Engine)
+        return engine
 
     def engine(self, name: str) -> Engine:
         engine = self.trees[name].processes["engine"].actor
@@ -114,14 +147,13 @@ class World:
 
     def send(self, room: int, **how: Any) -> None:
         """Ask the prefill engine to serve a room."""
-        if "engine" in self.trees["prefill"].processes:
-            self.engine("prefill").plan(Plan(room, **how))
+        if (engine := self.find_engine("prefill")) is not None:
+            engine.plan(Plan(room, **how))
 
     def receive(self, room: int, decode: str = "decode0", **how: Any) -> None:
         """Ask a decode engine to serve a room."""
-        if "engine" in self.trees[decode].processes:
-            peer = self.trees["prefill"].control
-            self.engine(decode).plan(Plan(room, peer=peer, **how))
+        if (engine := self.find_engine(decode)) is not None:
+            engine.plan(Plan(room, peer=control_of("prefill"), **how))
 
     def both(self, room: int, decode: str = "decode0", **how: Any) -> None:
         self.send(room, **how)
@@ -130,9 +162,9 @@ class World:
     def job(self, name: str, room: int) -> Job:
         return self.engine(name).job(room)
 
-    def abort(self, name: str, room: int) -> None:
-        if "engine" in self.trees[name].processes:
-            self.engine(name).abort(room)
+    def abort(self, name: str, room: int, reason: Reason = Reason.ABORTED) -> None:
+        if (engine := self.find_engine(name)) is not None:
+            engine.abort(room, reason)
 
     # --- time ------------------------------------------------------------------------------------
 
@@ -147,18 +179,71 @@ class World:
         self.post.deliver(now_ns)
         running = []
         for tree in self.trees.values():
-            tree.upkeep(now_ns)
+            tree.upkeep()
             running += tree.running()
-        self.rng.shuffle(running)
-        for process in running:
+        self._turn(running, now_ns)
+        self._look()
+
+    def _turn(self, processes: list[Process], now_ns: int) -> None:
+        if len(processes) > 1:
+            self.rng.shuffle(processes)
+        self.turns += len(processes)
+        for process in processes:
             if process.box.alive:
                 process.turn(now_ns)
-        for watch in self._watches.values():
-            watch.look(now_ns)
+
+    def look(self, name: str) -> None:
+        """Before somebody is awake again: until now, perhaps nobody was."""
+        self._watches[name].look(self.trees[name].clock())
+
+    def _look(self) -> None:
+        for tree, watch in zip(self.trees.values(), self._watches.values(), strict=True):
+            watch.look(tree.clock())
 
     def run(self, ms: int, step_ms: int = 2) -> None:
+        if self.elapses:
+            self.elapse(ms)
+            return
         for _ in range(0, ms, step_ms):
             self.step(step_ms)
+
+    def elapse(self, ms: int) -> None:
+        """Let time pass; whoever has something to do has turns, in any order."""
+        now_ns = self.clock.now_ns
+        end_ns = now_ns + ms * MILLISECOND_NS
+        turns_left = TURNS_MAX
+        while True:
+            if self.post.due_ns <= now_ns:
+                self.post.deliver(now_ns)
+            due, next_ns = self._agenda(now_ns)
+            if due:
+                turns_left -= len(due)
+                assert turns_left > 0, f"nobody sleeps: {[process.name for process in due]}"
+                self._turn(due, now_ns)
+                continue
+            if now_ns - self._looked_ns >= LOOK_NS:
+                self._looked_ns = now_ns
+                self._look()
+            if now_ns >= end_ns:
+                return
+            self.post.now_ns = self.clock.now_ns = now_ns = min(end_ns, next_ns)
+            turns_left = TURNS_MAX
+
+    def _agenda(self, now_ns: int) -> tuple[list[Process], int]:
+        """Whose turn it is, and when something happens next."""
+        due, next_ns = [], self.post.due_ns
+        for tree in self.trees.values():
+            if tree.due_ns <= now_ns:
+                tree.upkeep()
+            next_ns = min(next_ns, tree.due_ns)
+            for process in tree.processes.values():
+                due_ns = process.box.due_ns
+                if due_ns < next_ns and not process.frozen_ns:
+                    if due_ns <= now_ns:
+                        due.append(process)
+                    else:
+                        next_ns = due_ns
+        return due, next_ns
 
     def until(self, done: Callable[[], bool], within_ms: int = 5000, step_ms: int = 2) -> int:
         """Step until `done`; returns the milliseconds it took.  Fails after `within_ms`."""
@@ -173,14 +258,18 @@ class World:
         self.post.weather.loss = self.post.weather.repeat = 0.0
         for pair in list(self.post.cuts):
             self.post.mend(*pair)
+        self._look()
         for tree in self.trees.values():
             tree.sweeps = tree.supervised = True
+            tree.due_ns = 0
             for process in list(tree.processes.values()):
                 tree.thaw(process.name)
         end_ms = self.now_ms + within_ms
         while rest := [line for tree in self.trees.values() for line in leftovers(tree)]:
             assert self.now_ms < end_ms, "left behind: " + "; ".join(rest)
             self.run(200, step_ms)
+        for watch in self._watches.values():
+            watch.close()
 
     def __enter__(self) -> World:
         return self

@@ -19,7 +19,7 @@ from pdrt.mail.mailbox import Mailbox
 from pdrt.protocol.codec import encode
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import NewsTaken
-from tests.mail.site import NEWS, Site, collect, post
+from tests.mail.site import NEWS, Counts, Site, collect, post
 from tests.waiting import wait_until
 
 WAIT_S = 10.0
@@ -107,22 +107,20 @@ def test_peers_are_no_strangers_however_often_they_come(site: Site) -> None:
 
 def test_who_may_still_finish_the_handshake_is_not_called_a_stranger(site: Site) -> None:
     """The monitor's events one by one: it does not say whose handshake succeeded."""
-    strangers: list[int] = []
-    refused: list[None] = []
+    counts = Counts()
     monitor = site.socket(zmq.PAIR)
     monitor.bind("inproc://monitor")
     keeper = doorkeeper.Doorkeeper(
         site.socket(zmq.PAIR),
         "inproc://monitor",
-        strangers.append,
-        lambda: refused.append(None),
-        lambda: None,
+        counts,
+        lambda: True,
     )
 
-    def happens(event: int, fd: int) -> list[int]:
+    def happens(event: int, fd: int) -> int:
         monitor.send_multipart([doorkeeper.Doorkeeper.EVENT.pack(event, fd), b"somewhere"])
         keeper.attend()
-        return strangers
+        return counts.of[Counter.STRANGERS]
 
     came, shook, left = (
         zmq.EVENT_ACCEPTED,
@@ -130,15 +128,15 @@ def test_who_may_still_finish_the_handshake_is_not_called_a_stranger(site: Site)
         zmq.EVENT_DISCONNECTED,
     )
     none = 1 << 20  # a descriptor that nobody has
-    assert happens(came, none) == []
-    assert happens(came, none + 1) == []
-    assert happens(shook, 0) == []  # one of the two
-    assert happens(left, none) == []  # the other, or the same: it may still be coming
-    assert happens(left, none + 1) == [1]
-    assert happens(came, none) == [1]
-    assert happens(shook, 0) == [1]
-    assert happens(left, none) == [1]
-    assert refused == []
+    assert happens(came, none) == 0
+    assert happens(came, none + 1) == 0
+    assert happens(shook, 0) == 0  # one of the two
+    assert happens(left, none) == 0  # the other, or the same: it may still be coming
+    assert happens(left, none + 1) == 1
+    assert happens(came, none) == 1
+    assert happens(shook, 0) == 1
+    assert happens(left, none) == 1
+    assert counts.of[Counter.CONNECTIONS_REFUSED] == 0
 
 
 # --- connections ---------------------------------------------------------------------------------

@@ -121,9 +121,12 @@ class Tree:
             timeouts=TIMEOUTS,
         )
         self._starts += 1
-        main = "from tests.crash.tree_process import main; main()"
-        command = [sys.executable, "-c", main, msgspec.json.encode(settings).decode()]
+        command = [sys.executable, "-c", *self._main(msgspec.json.encode(settings).decode())]
         self.pid = self._spawner.spawn(command, self._log)
+
+    def _main(self, settings: str) -> list[str]:
+        """Source and arguments of the tree's first process."""
+        return ["from tests.crash.tree_process import main; main()", settings]
 
     def wait_ready(self) -> None:
         self.facts = wait_until(self.announced, START_S, f"{self.name} to announce itself")

@@ -45,7 +45,7 @@ def test_a_late_transferring_does_not_resurrect_a_failed_room(
 @pytest.mark.parametrize("mutants", [[], [_states_are_a_number_line]])
 @pytest.mark.parametrize("name", ["prefill", "decode0"])
 def test_no_event_moves_a_failed_room(name: str, mutants: list[Mutant]) -> None:
-    breaks = "a Failed room moved" if mutants else None
+    breaks = f"verdict: {name}" if mutants else None
     with holds_or_breaks(mutants, breaks), World() as world:
         tree = world.trees[name]
         handle = tree.table.open(5, 0, now_ns=world.clock())

@@ -8,7 +8,8 @@ from __future__ import annotations
 import pytest
 
 from pdrt.protocol.states import KVPoll, Reason
-from tests.actors.test_mutants import LANDED, Mutant, _no_fence, holds_or_breaks
+from tests.actors.mutants import no_fence
+from tests.actors.test_mutants import LANDED, Mutant, holds_or_breaks
 from tests.actors.test_world import moving, succeeds, until_state, until_verdict, verdict
 from tests.actors.world import TIMEOUTS, World
 
@@ -73,7 +74,7 @@ def test_the_next_room_gets_no_page_of_an_aborted_one_before_that_is_quiet(
         world.settle()
 
 
-@pytest.mark.parametrize("mutants", [[], [_no_fence]])
+@pytest.mark.parametrize("mutants", [[], [no_fence]])
 def test_one_broken_write_does_not_make_its_siblings_quiet(mutants: list[Mutant]) -> None:
     """Four chunks are under way and the first fails: the room is over at once, and its pages are
     free only when the other three have landed."""

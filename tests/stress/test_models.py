@@ -1,11 +1,15 @@
-"""The Promela models hold, and their mutants are caught: the quick part of it.
+"""The Promela models hold, and their mutants are caught: a little of it, and all that is quick with
+the slow tests.
 
 `python -m stress.models.check` runs them all.
 """
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 
 import pytest
 
@@ -16,15 +20,51 @@ needs_spin = pytest.mark.skipif(bool(check.missing()), reason=check.missing())
 QUICK = [run for run in RUNS if run.quick]
 
 
+#: A second each; the third model has a test of its own.
+FEW = [
+    next(run for run in QUICK if run.model == model and run.is_mutant and not run.large)
+    for model in ("room_word.pml", "two_sides.pml")
+]
+
+
 def name(run: Run) -> str:
     return f"{run.model}-{run.name}-{run.ltl}".replace(" ", "_")
 
 
 @needs_spin
-@pytest.mark.parametrize("run", QUICK, ids=name)
-def test_a_law_holds_and_a_mutant_is_caught(run):
+@pytest.mark.parametrize("run", FEW, ids=name)
+def test_a_mutant_is_caught(run):
     outcome = check.check(run)
     assert outcome.good, outcome.verdict
+
+
+@needs_spin
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_quick_runs_are_as_they_should_be():
+    assert check.main(["--quick"]) == 0
+
+
+@needs_spin
+def test_claims_of_one_world_share_a_verifier_and_are_told_apart(monkeypatch):
+    """And come back in the order they were asked in."""
+    tools = []
+    really = check._tool
+
+    def noted(command, folder):
+        tools.append(command[0])
+        really(command, folder)
+
+    monkeypatch.setattr(check, "_tool", noted)
+    world = "FAILURES=1", "DEATHS_MAX=0", "STUCK=0"
+    runs = [
+        holds("supervisor.pml", "one failure", *world, ltl=ltl, large=False)
+        for ltl in ("served", "settles")
+    ]
+    outcomes = check.check_all(runs)
+    assert [(o.run.ltl, o.good) for o in outcomes] == [("served", True), ("settles", True)]
+    assert outcomes[0].states_count != outcomes[1].states_count
+    assert tools == ["spin", check.compiler()]
 
 
 def test_the_quick_set_has_mutants_and_laws_of_each_model():
@@ -55,3 +95,29 @@ def test_every_mutant_of_a_model_is_run(model):
 )
 def test_what_was_not_seen_to_the_end_is_no_proof(text, good):
     assert check.read(holds("m.pml", "law"), text, 0.0).good is good
+
+
+class Refused:
+    returncode, stdout, stderr = 100, "", "E: Unable to locate package spin"
+
+
+@pytest.mark.parametrize(
+    ("apt", "uid", "reason"),
+    [
+        (None, 0, "no apt-get here"),
+        ("/usr/bin/apt-get", 1000, "needs root"),
+        ("/usr/bin/apt-get", 0, "Unable to locate package spin"),
+    ],
+)
+def test_what_cannot_be_installed_is_said(monkeypatch, capsys, apt, uid, reason):
+    monkeypatch.setattr(shutil, "which", lambda name: apt if name == "apt-get" else None)
+    monkeypatch.setattr(os, "geteuid", lambda: uid)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: Refused)
+    assert check.main(["--install"]) == 1
+    assert reason in capsys.readouterr().err
+
+
+def test_what_is_missing_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert check.main([]) == 1
+    assert "apt-get install spin" in capsys.readouterr().err

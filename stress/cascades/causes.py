@@ -1,0 +1,99 @@
+"""Law 7: a room that failed must have been touched by a fault that may fail it.
+
+For each reason the faults that explain it.  A listener's death explains none, rooms that only
+waited on it survive; unless it was away so long that their deadline passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from stress.cascades import words
+from stress.cascades.faults import FENCE_S, WHOLE, Faults, Role
+from stress.cascades.findings import Findings
+from stress.cascades.halves import Half, Room
+from stress.cascades.words import FAILED
+
+MOVERS = (Role.WORKER, *WHOLE)
+NEVER = (
+    words.NONE, words.BAD_DESTINATION, words.LAYOUT_MISMATCH, words.CORRUPT_AUX, words.RANK_FAILED
+)  # fmt: skip
+RESTARTED_S = 12.0  # after a tree was killed its peers may find that out as late as this
+PREFILL_TREES = (0, 1)  # their workers' deaths leave decode's rooms unquiet
+UNTOUCHED = "untouched rooms failed"
+
+
+def judge_causes(
+    rooms: Mapping[int, Room], faults: Faults, ended_s: float, findings: Findings
+) -> None:
+    """`ended_s`: when the piece began to end; engines may leave from then on."""
+    for number, room in rooms.items():
+        for side, half in room.halves.items():
+            if half.state != FAILED:
+                continue
+            other = room.other(side)
+            if not explained(half, other, _other_trees(half, other, number), faults, ended_s):
+                told = "nothing" if other is None else other.verdict
+                took_s = half.verdict_s - half.opened_s
+                text = f"room {number:#x} of player {half.tree} is {half.verdict} after "
+                text += f"{took_s:.3f} s at {half.verdict_s:.6f}; the other half: {told}"
+                findings.violation(UNTOUCHED, text)
+
+
+def _other_trees(half: Half, other: Half | None, room: int) -> tuple[int, ...]:
+    if other is not None:
+        return (other.tree,)
+    return tree_pairs(room, half.tree)
+
+
+def tree_pairs(room: int, tree: int) -> tuple[int, ...]:
+    """The trees of a room's lane but one: lanes are numbered in pairs, two prefills by two
+    decodes."""
+    lane = (room >> 48) - 1 >> 1
+    return tuple(t for t in (lane // 2, 2 + lane % 2) if t != tree)
+
+
+def explained(
+    half: Half, other: Half | None, others: tuple[int, ...], faults: Faults, ended_s: float
+) -> bool:
+    reason = half.reason
+    if reason in NEVER:
+        return False
+    own, both = (half.tree,), (half.tree, *others)
+    begun_s = half.opened_s
+    if other is not None and other.opened_s:  # it may have failed before we opened ours
+        begun_s = min(begun_s, other.opened_s)
+    span = begun_s, half.verdict_s
+
+    def touched(trees: tuple[int, ...], *roles: Role) -> bool:
+        return bool(faults.touching(trees, *span, *roles))
+
+    other_failed = other is not None and (other.state == FAILED or bool(other.aborts))
+    other_silent = touched(others, Role.PLAYER, *WHOLE)
+    match reason:
+        case words.ABORTED | words.CLIENT_GONE:
+            return reason in half.aborts
+        case words.PEER_ABORTED:
+            return other is not None and bool(other.aborts)
+        case words.PEER_REFUSED:
+            return (other is not None and other.declined) or half.verdict_s >= ended_s
+        case words.BOOTSTRAP_TIMEOUT | words.WAITING_TIMEOUT:
+            outage = faults.outage(both, *span)
+            return other_silent or outage or touched(own, Role.PLAYER, *WHOLE)
+        case words.STALLED:
+            stood_still = faults.touching(both, *span, Role.PLAYER, *MOVERS, ours=True)
+            return faults.outage(both, *span) or bool(stood_still)
+        case words.PEER_LOST:
+            return other_failed or touched(both, Role.PLAYER, *MOVERS)
+        case words.PEER_RESTARTED:
+            return faults.before(half.verdict_s, RESTARTED_S, *WHOLE)
+        case words.WORKER_DIED | words.TRANSPORT_FAILED:
+            return touched(both, *MOVERS)
+        case words.ENGINE_DIED:
+            return touched(both, Role.PLAYER, *WHOLE)
+        case words.WORKER_FENCED:
+            moved = faults.before(half.verdict_s, FENCE_S, *MOVERS, unasked=PREFILL_TREES)
+            return moved or faults.silence(half.verdict_s)
+        case words.SHUTDOWN:
+            return half.verdict_s >= ended_s
+    return False

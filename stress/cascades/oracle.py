@@ -1,0 +1,96 @@
+"""The oracle: reads the histories of a piece when it is over, and says what they prove.
+
+It knows the laws and the plan of the rooms, and nothing of pdrt: no counter, no constant and no
+decoding of pdrt's own is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from stress.cascades.causes import judge_causes
+from stress.cascades.faults import Faults, read_faults
+from stress.cascades.findings import Findings
+from stress.cascades.halves import Room, judge_rooms, read_rooms
+from stress.cascades.history import DTYPE, Kind, read_all
+from stress.cascades.moves import judge_words
+from stress.cascades.plan import Mix
+from stress.cascades.survey import judge_census
+
+SERVED_S = 10.0  # a connection that waits longer for a listener's first word counts as lost
+
+Histories = Mapping[str, NDArray[np.void]]
+
+
+def judge(folder: Path, sides: Sequence[int], salt: int, mix: Mix) -> Findings:
+    """`sides` of the players, by their number."""
+    return judge_histories(read_all(folder), sides, salt, mix)
+
+
+def judge_histories(histories: Histories, sides: Sequence[int], salt: int, mix: Mix) -> Findings:
+    findings = Findings()
+    nothing = np.zeros(0, dtype=DTYPE)
+    driver = histories.get("driver", nothing)
+    watcher = histories.get("watcher", nothing)
+    players = {name: h for name, h in histories.items() if name.startswith("player")}
+    ended_s = _ended_s(driver)
+    faults = read_faults(driver, watcher, findings)
+    judge_words(watcher, findings)
+    rooms = read_rooms(players, sides, faults.killed, findings)
+    judge_rooms(rooms, salt, mix, findings)
+    judge_causes(rooms, faults, ended_s, findings)
+    _judge_connects(histories.get("connector", nothing), faults, ended_s, findings)
+    judge_census(driver, findings)
+    _draw(rooms, faults, findings)
+    return findings
+
+
+def _ended_s(driver: NDArray[np.void]) -> float:
+    ends = driver["ns"][driver["kind"] == Kind.END]
+    return float(ends[0]) / 1e9 if len(ends) else float("inf")
+
+
+def _judge_connects(
+    connector: NDArray[np.void], faults: Faults, ended_s: float, findings: Findings
+) -> None:
+    """Nobody is refused, unless the whole tree is away."""
+    waiting: dict[int, tuple[float, int]] = {}
+    for ns, room, c, _, a, kind in connector.tolist():
+        at_s = ns / 1e9
+        findings.counts[f"connects: {Kind(kind).name.lower()}"] += 1
+        if kind == Kind.CONNECTED:
+            findings.counts["connects"] += 1
+            waiting[room] = at_s, a
+            continue
+        begun_s, _tree = waiting.pop(room, (at_s, a))
+        if kind == Kind.TURNED_AWAY and not faults.is_away(a, at_s):
+            findings.violation("refused connects", f"tree {a} at {at_s:.6f}: errno {c}")
+        elif kind == Kind.SERVED:
+            findings.peak("connect until served, s", at_s - begun_s)
+    for at_s, tree in waiting.values():
+        if at_s < ended_s - SERVED_S:
+            findings.violation("connects never served", f"tree {tree} at {at_s:.6f}")
+
+
+def _draw(rooms: Mapping[int, Room], faults: Faults, findings: Findings) -> None:
+    """Curves: verdicts and blows in each second."""
+    ends = [half.verdict_s for room in rooms.values() for half in room.halves.values()]
+    ends = [at_s for at_s in ends if at_s]
+    if not ends:
+        return
+    begun_s = min(ends)
+    edges = np.arange(0, max(ends) - begun_s + 1, 1.0)
+    if len(edges) < 2:
+        return
+    for name, times in (
+        ("verdicts/s", ends),
+        ("blows/s", [fault.begun_s for fault in faults.all if fault.asked]),
+    ):
+        counts, _ = np.histogram(np.array(times) - begun_s, bins=edges)
+        findings.series[name] = [
+            (float(at), float(n)) for at, n in zip(edges[:-1], counts, strict=True)
+        ]

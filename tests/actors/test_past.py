@@ -1,0 +1,72 @@
+"""What a listener took note of, and what it has yet to hear of: slots are used again at once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrt.actors import past
+from pdrt.actors.past import Seen
+from pdrt.actors.prefill_listener import PrefillListener
+from pdrt.engine.sender import KVSender
+from pdrt.protocol.messages import Opened
+from pdrt.protocol.states import Reason
+from tests.actors.test_world import succeeds, until_verdict
+from tests.actors.world import World
+
+LISTENER = "listener"
+
+
+@given(st.lists(st.integers(0, past.MISSED_OF_SLOT), min_size=1, unique=True), st.data())
+def test_the_end_of_each_room_is_news_once_in_whatever_order_they_are_heard_of(
+    rooms: list[int], data: st.DataObject
+) -> None:
+    seen = Seen()
+    seen.note(3, 1)
+    for generation in (3 + 2 * room for room in rooms):
+        if data.draw(st.booleans()):
+            seen.note(3, generation)
+        else:
+            assert seen.is_news(3, generation)
+        assert not seen.is_news(3, generation), "it is known by now"
+
+
+def test_a_room_of_which_nobody_said_how_it_ended_is_still_to_be_heard_of() -> None:
+    seen = Seen()
+    seen.note(1, 5)
+    seen.miss(1, 5)
+    assert seen.is_news(1, 5)
+    assert not seen.is_news(1, 5)
+
+
+def test_what_was_missed_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(past, "MISSED_MAX", 2)
+    seen = Seen()
+    seen.note(1, 1)
+    seen.note(1, 9)  # 3, 5 and 7 passed unseen
+    assert [seen.is_news(1, generation) for generation in (3, 5, 7)] == [False, True, True]
+
+
+def test_an_abort_is_told_though_its_slot_is_in_use_again_before_the_listener_looks(
+    world: World,
+) -> None:
+    succeeds(world, 0)
+    engine, tree = world.engine("prefill"), world.trees["prefill"]
+    listener, post = tree.processes["listener"].actor, engine.box
+    assert isinstance(listener, PrefillListener)
+    handle = engine._open_handles(1)[0]
+    post.post(LISTENER, Opened(1, 0, *handle[1:]))
+    sender = KVSender(1, [handle], engine.desk)
+    sender.abort()  # what says so is under way
+    sender.clear()
+    later = engine._open_handles(2)[0]
+    assert later[1:] == (handle.slot, handle.generation + 2)
+    listener._scan(world.clock())
+    world.run(20)
+    world.receive(1)
+    until_verdict(world, 1, "decode0", within_ms=500)
+    assert world.job("decode0", 1).reason is Reason.PEER_ABORTED
+    other = KVSender(2, [later], engine.desk)
+    other.abort()
+    other.clear()

@@ -197,14 +197,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--install", action="store_true", help="install what it needs first")
     asked = parser.parse_args(arguments)
     runs = [r for r in RUNS if asked.model in r.model and (r.quick or not asked.quick)]
-    if asked.list:
-        for run in runs:
-            print(run.model, run.name, " ".join(run.defines), run.ltl)
-        return 0
     started = time.monotonic()
     try:
         if asked.install and missing():
             install()
+        if asked.list:
+            for run in runs:
+                print(run.model, run.name, " ".join(run.defines), run.ltl)
+            return 0
         if reason := missing():
             raise Unusable(reason)
         outcomes = check_all(runs, asked.jobs)

@@ -20,7 +20,7 @@ from pdrt.engine import room as engine_room
 from pdrt.engine.room import KVRoom
 from pdrt.protocol.messages import Landed
 from pdrt.protocol.peers import TRANSPORT_CODES
-from pdrt.protocol.states import Event, KVPoll, Role
+from pdrt.protocol.states import TERMINAL, Event, KVPoll, Role
 from pdrt.shm_status import (
     GENERATION_SHIFT,
     OPENER,
@@ -176,11 +176,12 @@ def one_rank_is_enough(patch: Patch) -> None:
 
 def cleared_before_quiet(patch: Patch) -> None:
     """Slots of a dead engine are freed as soon as they have a verdict."""
-    clear = StatusTable.clear
 
     def hasty(self: StatusTable, slot: int, generation: int) -> bool:
-        self.set_quiet(slot, generation)
-        return clear(self, slot, generation)
+        if self.state(slot, generation) not in TERMINAL:
+            return False
+        self.discard(slot, generation)
+        return True
 
     patch.setattr(StatusTable, "clear", hasty)
 

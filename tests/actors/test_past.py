@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,8 +11,10 @@ from hypothesis import strategies as st
 from pdrt.actors import past
 from pdrt.actors.past import Seen
 from pdrt.actors.prefill_listener import PrefillListener
+from pdrt.engine.room import GIVEN_UP_MAX, GIVEN_UP_NS
 from pdrt.engine.sender import KVSender
-from pdrt.protocol.messages import Opened
+from pdrt.mail.mailbox import Address
+from pdrt.protocol.messages import AnyMessage, Ended, Opened
 from pdrt.protocol.states import Reason
 from tests.actors.test_world import succeeds, until_verdict
 from tests.actors.world import World
@@ -46,6 +50,35 @@ def test_what_was_missed_longest_ago_is_forgotten_first(monkeypatch: pytest.Monk
     seen.note(1, 1)
     seen.note(1, 9)  # 3, 5 and 7 passed unseen
     assert [seen.is_news(1, generation) for generation in (3, 5, 7)] == [False, True, True]
+
+
+class Recorder:
+    """A mailbox that keeps what is posted."""
+
+    def __init__(self) -> None:
+        self.posted: list[AnyMessage] = []
+
+    def post(self, to: Address, message: AnyMessage, *, lazy: bool = False) -> None:
+        self.posted.append(message)
+
+    def link(self, name: str, endpoint: str, *, from_peer: bool = False) -> None:
+        """Nobody is at the other end."""
+
+    def unlink(self, name: str) -> None:
+        """There is no link."""
+
+
+def test_a_new_listener_hears_again_what_was_given_up_lately_and_no_more(world: World) -> None:
+    mailbox, now_ns = Recorder(), world.clock()
+    desk = replace(world.engine("prefill").desk, mailbox=mailbox)
+    desk.given_up.append((now_ns - GIVEN_UP_NS, Ended(0, 1, True, Reason.ABORTED)))
+    desk.say_again(now_ns)
+    assert mailbox.posted == []
+    ends = [Ended(n, 1, True, Reason.ABORTED, room=n) for n in range(GIVEN_UP_MAX + 1)]
+    desk.given_up.extend((now_ns, ended) for ended in ends)
+    desk.say_again(now_ns)
+    assert mailbox.posted == ends[1:]
+    desk.given_up.clear()
 
 
 def test_an_abort_is_told_though_its_slot_is_in_use_again_before_the_listener_looks(

@@ -24,7 +24,7 @@ ROOM = plan.room_of(1, 0)  # between prefill 0 and decode 0
 SLOT, GENERATION, OWNER = 5, 9, 0x208
 SECOND = 1_000_000_000
 START, END = 1000 * SECOND, 1100 * SECOND
-STORY = Path("stress/cascades")
+FOLDER = Path(__file__).parents[2] / "stress" / "cascades"
 INDEPENDENT = {
     "causes", "faults", "findings", "halves", "history", "moves", "oracle", "plan", "survey",
     "words",
@@ -414,7 +414,7 @@ def test_what_was_written_before_a_kill_is_read(tmp_path: Path) -> None:
 
 def test_the_oracle_shares_no_code_with_pdrt() -> None:
     for name in INDEPENDENT:
-        tree = ast.parse((STORY / f"{name}.py").read_text())
+        tree = ast.parse((FOLDER / f"{name}.py").read_text())
         for node in ast.walk(tree):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom):

@@ -307,10 +307,10 @@ class DecodeListener:
         room = self._find(ended.slot, ended.generation)
         if room is None:
             self._on_unseen(ended, now_ns)
-        elif self._table.read(ended.slot, ended.generation) is not None:
-            self._look(room, now_ns)
-        elif ended.failed:
+        elif ended.failed:  # it need not be in the table any more, or not for long
             self._fail(room, Reason(ended.reason), now_ns, tell=True)
+        else:
+            self._leave(room)
 
     def _on_unseen(self, ended: Ended, now_ns: int) -> None:
         """A room failed that we never saw open: perhaps there was no listener then.  Its prefill is

@@ -305,9 +305,7 @@ class PrefillListener:
         if room is None:
             self._on_unseen(ended, now_ns)
             return
-        if self._table.read(ended.slot, ended.generation) is not None:
-            self._look(room, now_ns)
-        elif ended.failed:  # cleared already
+        if ended.failed:  # it need not be in the table any more, or not for long
             room.fenced |= ended.untouched
             self._fail(room, Reason(ended.reason), now_ns)
         else:

@@ -32,8 +32,11 @@ from stress.cascades.words import (
 START_S, STOP_S = 60.0, 15.0
 PAGES_COUNT, AUX_ROWS, ROOMS_MAX = 2048, 512, 1024
 SHAPE = Shape(1, plan.PAGE_WORDS * 8 // 2, pages=2, chunks=1, pages_count=PAGES_COUNT)
-#: Short, so that a room that ends by its deadline does so within seconds.
-TIMEOUTS = Timeouts(bootstrap_s=3, waiting_s=3, stall_s=3, quiet_s=2, peer_s=3, queue_s=20)
+#: Short, so that a room that ends by its deadline does so within seconds; and so that a child that
+#: is stopped while it starts, which only `ready_s` bounds, does not hold the piece up for a minute.
+TIMEOUTS = Timeouts(
+    bootstrap_s=3, waiting_s=3, stall_s=3, quiet_s=2, peer_s=3, queue_s=20, ready_s=15
+)
 ACTORS = {
     "listener": LISTENER,
     "worker": WORKER,

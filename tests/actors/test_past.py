@@ -9,14 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrt.actors import past
+from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.past import Seen
 from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.engine.room import GIVEN_UP_MAX, GIVEN_UP_NS
 from pdrt.engine.sender import KVSender
 from pdrt.mail.mailbox import Address
 from pdrt.protocol.messages import AnyMessage, Ended, Opened
-from pdrt.protocol.states import Reason
-from tests.actors.test_world import succeeds, until_verdict
+from pdrt.protocol.states import Event, Reason
+from pdrt.shm_status import Word
+from tests.actors.test_world import succeeds, to_phase, until_verdict
 from tests.actors.world import World
 
 LISTENER = "listener"
@@ -50,6 +52,35 @@ def test_what_was_missed_longest_ago_is_forgotten_first(monkeypatch: pytest.Monk
     seen.note(1, 1)
     seen.note(1, 9)  # 3, 5 and 7 passed unseen
     assert [seen.is_news(1, generation) for generation in (3, 5, 7)] == [False, True, True]
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode0"])
+def test_an_abort_is_told_though_the_slot_is_cleared_while_the_listener_reads_it(
+    world: World, side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    to_phase(world, "Bootstrapping")
+    tree = world.trees[side]
+    tree.freeze("engine")  # it has said how the room ended, and says nothing more
+    listener = tree.processes["listener"].actor
+    assert isinstance(listener, PrefillListener | DecodeListener)
+    job, table = world.job(side, 1), listener._table
+    read, handle = table.read, job.handles[0]
+
+    def read_and_clear(slot: int, generation: int) -> Word | None:
+        word = read(slot, generation)
+        if (slot, generation) == handle[1:]:
+            table.clear(slot, generation)
+        return word
+
+    table.move(*handle[1:], Event.FAULT, now_ns=world.clock(), reason=Reason.ABORTED)
+    ended = Ended(*handle[1:], True, Reason.ABORTED, True, room=1, peer=job.plan.peer)
+    monkeypatch.setattr(table, "read", read_and_clear)
+    listener.handle(("local", b"engine"), ended, world.clock())
+    monkeypatch.undo()
+    other = "decode0" if side == "prefill" else "prefill"
+    until_verdict(world, 1, other, within_ms=1500 if side == "prefill" else 100)
+    assert world.job(other, 1).reason is Reason.PEER_ABORTED
+    tree.kill("engine")  # its room was cleared behind its back
 
 
 class Recorder:

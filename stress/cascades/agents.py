@@ -147,6 +147,7 @@ class Storm:
         self._end_s = time.monotonic() + piece.seconds
         self._begun_s = piece.begun_s
         self._strikes: list[Strike] = []
+        self._served = {(s.index, row): s.view.identity(row) for s in both.sides for row in ROWS}
         self.cycles = 0
 
     def run(self) -> None:
@@ -157,6 +158,7 @@ class Storm:
         while (now_s := time.monotonic()) < self._end_s:
             self._crowd.turn(now_s)
             self._follow()
+            self._see_restarts()
             if now_s >= clients_s:
                 clients_s = now_s + self._chance.uniform(*KILL_CLIENTS_S)
                 self._kill_clients(now_s)
@@ -205,12 +207,24 @@ class Storm:
                 writer.append(Kind.SERVES, strike.row, strike.side.index, c=took_ns)
                 strike.held.close()
                 self._strikes.remove(strike)
+                self._served[strike.side.index, strike.row] = strike.side.view.identity(strike.row)
+
+    def _see_restarts(self) -> None:
+        """Of those that we did not strike."""
+        struck = {(strike.side.index, strike.row) for strike in self._strikes}
+        for side in self._both.sides:
+            for row in (words.LISTENER, words.WORKER):
+                key, identity = (side.index, row), side.view.identity(row)
+                if key not in struck and side.view.serves(row, self._served[key]):
+                    self._crowd.writer.append(Kind.RESTARTED, row, side.index)
+                    self._served[key] = identity
 
     def settle(self, limit_s: float) -> list[str]:
         """Sentences on roles that did not come back."""
         end_s = time.monotonic() + limit_s
         while self._strikes and time.monotonic() < end_s:
             self._follow()
+            self._see_restarts()
             time.sleep(TURN_S)
         left = [f"{s.side.name}: row {s.row} is not back" for s in self._strikes]
         for strike in self._strikes:

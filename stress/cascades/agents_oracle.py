@@ -15,6 +15,7 @@ from stress.cascades.piece import Outcome
 Histories = Mapping[str, NDArray[np.void]]
 
 AFTER_S = 3.0  # so long after a role is struck a request may still fail by it
+SEEN_S = 1.0  # a restart is seen after the requests that it ended, by less than this
 SHOWN_MAX = 10
 ENDS = (Kind.DONE, Kind.FAILED, Kind.LEFT, Kind.HUNG)
 KINDS = {
@@ -56,6 +57,9 @@ class Judge:
             if kind == Kind.STRUCK:
                 self.strikes_s.append(ns / 1e9)
                 self.outcome.count("roles struck")
+            elif kind == Kind.RESTARTED:  # on purpose, to make a room quiet, or for a hang
+                self.strikes_s.append(ns / 1e9 - SEEN_S)
+                self.outcome.count("restarts that we did not play")
             elif kind == Kind.SERVES:
                 self.outcome.time("role serves again", c / 1e9)
             elif kind == Kind.KILLED:

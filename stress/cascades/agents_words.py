@@ -22,6 +22,7 @@ class Kind(IntEnum):
     STRUCK = 1121  # a: tree; b: pid; c: signal; room: row
     SERVES = 1122  # a: tree; c: ns since the signal; room: row
     STOP = 1123  # from here on no request is begun
+    RESTARTED = 1125  # a: tree; room: row; by its supervisor, which nobody had asked
     ZERO = 1124  # nothing is in flight any more.  c: ns since STOP
 
 

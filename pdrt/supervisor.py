@@ -184,7 +184,8 @@ class Supervisor:
         self._loop.wake()
 
     def restart(self, name: str, reason: str) -> None:
-        """Ask for a deliberate restart; it does not count against the restart limit."""
+        """Ask for a deliberate restart, by SIGKILL: who asks wants the old process to be gone.  It
+        does not count against the restart limit."""
         if name not in self._by_name:
             raise BadRequest(f"no child is called {name}")
         self._requests.append((name, reason))
@@ -375,7 +376,7 @@ class Supervisor:
         )
         if child.phase in SUPERVISED:
             child.deliberate = True
-            self._terminate(child, f"restart: {reason}")
+            self._kill(child, f"restart: {reason}")
         elif child.phase in {Phase.DONE, Phase.BACKOFF} and not self._stopping:
             self._enter(child, Phase.BACKOFF, 0)
 

@@ -216,6 +216,15 @@ def test_a_deliberate_restart_does_not_count_as_a_death(board: MemoryBoard) -> N
             turn_until(supervisor, lambda: False, "the escalation")
 
 
+def test_a_deliberate_restart_waits_for_nobody(board: MemoryBoard) -> None:
+    """New work is given to the old process until it is gone: it is not asked to end."""
+    with supervised(spec(board, 0, kids.steady), board=board) as supervisor:
+        supervisor.start()
+        supervisor.restart("child0", "fence")
+        turn_until(supervisor, lambda: only(supervisor).phase is not Phase.UP, "its end to begin")
+        assert only(supervisor).phase is Phase.KILLED
+
+
 def test_restart_brings_back_a_child_that_was_done(board: MemoryBoard) -> None:
     child = spec(board, 0, kids.ends, 0, restart=Restart.TEMPORARY)
     with supervised(child, board=board) as supervisor:

@@ -90,6 +90,12 @@ class Strike:
             held.close()
 
 
+def contradict(one: Strike, other: Strike) -> bool:
+    """Is one to stay stopped until it is killed as hung, and continued by the other?"""
+    pids = {held.pid for held in one.victims} & {held.pid for held in other.victims}
+    return bool(pids) and {one.plan.mode, other.plan.mode} == {Mode.HANG, Mode.PAUSE}
+
+
 class Executioner:
     def __init__(self, rig: Rig) -> None:
         self._rig = rig
@@ -103,8 +109,12 @@ class Executioner:
             engine = plan.role is Role.PLAYER
             in_the_way = [p for p in busy if (p.role is Role.PLAYER if engine else p.role in WHOLE)]
             prepared = None if in_the_way else self._prepare(plan)
-            if prepared is not None:
-                strikes.append(prepared)
+            if prepared is None:
+                continue
+            if any(contradict(prepared, other) for other in (*self.pending, *strikes)):
+                prepared.close()
+                continue
+            strikes.append(prepared)
         for strike in strikes:
             sent = signal.SIGKILL if strike.killed else signal.SIGSTOP
             strike.at_ns = monotonic_ns()

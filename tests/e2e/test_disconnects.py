@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from pdrt.cli.cluster import Cluster
+from pdrt.cli.cluster import Cluster, Member
 from tests.e2e.driver import Driver, held, wait_idle
 from tests.waiting import wait_until
 
@@ -85,10 +86,15 @@ def test_abort_request_ends_the_room_on_both_sides(pair: Cluster) -> None:
 def test_a_prefill_without_its_decode_ends_at_its_deadline(pair: Cluster) -> None:
     """And the other way round; each with a typed error that says which half was missing."""
     driver = Driver(pair)
-    for member in (pair.prefill, pair.decode):
+
+    def ask(member: Member) -> httpx.Response:
         body = driver.body(PROMPT[:20], max_new_tokens=4)
-        response = httpx.post(f"{member.url}/generate", json=body, timeout=30)
+        return httpx.post(f"{member.url}/generate", json=body, timeout=30)
+
+    with ThreadPoolExecutor(2) as pool:
+        responses = list(pool.map(ask, (pair.prefill, pair.decode)))
+    for response in responses:
         assert response.status_code == 503, response.text
         error = response.json()["error"]
         assert error["code"] in ("bootstrap_timeout", "waiting_timeout", "transfer_stalled"), error
-        wait_until(lambda: not held(pair.prefill) and not held(pair.decode), 5, "nothing held")
+    wait_until(lambda: not held(pair.prefill) and not held(pair.decode), 5, "nothing held")

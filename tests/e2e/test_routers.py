@@ -93,19 +93,27 @@ def descriptors(cluster: Cluster) -> dict[str, int]:
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("router", ROUTERS)
-def test_two_hundred_requests_through_a_router_are_right_and_leave_nothing(
-    start_cluster: StartCluster, router: str
+@pytest.mark.parametrize(
+    ("router", "count"),
+    [
+        ("sglang-router", 200),
+        ("smg", 64),
+        pytest.param("smg", 200, marks=pytest.mark.slow),
+    ],
+)
+def test_requests_through_a_router_are_right_and_leave_nothing(
+    start_cluster: StartCluster, router: str, count: int
 ) -> None:
+    assert router in ROUTERS
     cluster = start_cluster("--transport", "nixl", *QUICK, router=router)
     try:
         # The same servers without a room are one process each: what the answers must equal.
-        expected = asyncio.run(ask_all(cluster.decode.url, 200, 16))
+        expected = asyncio.run(ask_all(cluster.decode.url, count, 16))
         first = asyncio.run(ask_all(cluster.url, len(KINDS), 1))
         assert first == expected[: len(KINDS)]
         wait_idle(cluster, 5)
         before = descriptors(cluster)
-        assert asyncio.run(ask_all(cluster.url, 200, 16)) == expected
+        assert asyncio.run(ask_all(cluster.url, count, 16)) == expected
         wait_idle(cluster, 5)
         extra = {name: n - before[name] for name, n in descriptors(cluster).items()}
         # The router keeps idle connections to the engines' HTTP ports, one for each of 16 at once.

@@ -60,9 +60,8 @@ class Janitor:
         self._wake = wake
         self._busy_ns: dict[int, int] = {}  # row -> when it last had a room that moves
         self._fenced: dict[int, int] = {}  # row -> incarnation restarted on purpose
-        self._undated: dict[
-            int, tuple[int, int]
-        ] = {}  # slot -> generation, when first seen unquiet
+        # slot -> its generation, and when it was first seen unquiet
+        self._undated: dict[int, tuple[int, int]] = {}
 
     def sweep(self, now_ns: int) -> int:
         """One pass over the live rooms.  Returns how many it changed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Collection
 from time import monotonic_ns
 
 from stress.cascades import census, crowd, judgement, victims
@@ -16,18 +17,19 @@ from stress.cascades.history import Kind
 from stress.cascades.piece import Outcome, Piece, Share
 from stress.cascades.plan import Mix
 from stress.cascades.rig import UNLIMITED, Rig, salt_of
-from stress.cascades.victims import AIMS, Executioner
+from stress.cascades.victims import AIMS, Executioner, Strike
 
 NAME = "kill_cascade"
 LIMIT_S = 900.0
 QUICK = Share(pieces=2, cycles=1_000_000, seconds=14.0)
 RELEASE = Share(pieces=24, cycles=250, seconds=600.0)
-WINDOW, ROOMS_PER_S = 8, 1600.0
+WINDOW, ROOMS_PER_S = 8, 1000.0
 BACK_S = 60.0
 CROWD_FIRST, CROWD_EVERY = 4, 100  # of the cycles, before which sixty clients die at once
 AIM_NS = 25_000_000
 OVERLAPS = 0.15  # of the cycles begin in the restart of the one before
 MIX = Mix()
+STANDBYS = (Role.LISTENER_STANDBY, Role.WORKER_STANDBY)  # nobody waits for one
 
 
 def run(piece: Piece) -> Outcome:
@@ -67,20 +69,24 @@ def _cycle(rig: Rig, executioner: Executioner, source: random.Random, cycle: int
     if not tree.lost:
         victims.wait_for(tree, aim, monotonic_ns() + AIM_NS)
     executioner.strike(plans, cycle)
-    standby = (Role.LISTENER_STANDBY, Role.WORKER_STANDBY)
-    if early or all(plan.role in standby for plan in plans):  # nobody waits for a standby
+    if early or all(plan.role in STANDBYS for plan in plans):
         time.sleep(rest_s)
         executioner.turn()
         return ""
-    return _settle(executioner)
+    return _settle(executioner, but=STANDBYS)
 
 
-def _settle(executioner: Executioner) -> str:
+def _settle(executioner: Executioner, *, but: Collection[Role] = ()) -> str:
+    """Wait for whom was hit, `but` some."""
+
+    def pending() -> list[Strike]:
+        return [strike for strike in executioner.pending if strike.plan.role not in but]
+
     end_s = time.monotonic() + BACK_S
     executioner.turn()
-    while executioner.pending:
+    while pending():
         if time.monotonic() > end_s:
-            missing = [f"{s.plan.role.words} of tree {s.plan.tree}" for s in executioner.pending]
+            missing = [f"{s.plan.role.words} of tree {s.plan.tree}" for s in pending()]
             return f"not back within {BACK_S:g} s: {', '.join(missing)}"
         time.sleep(0.001)
         executioner.turn()

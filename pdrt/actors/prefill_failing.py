@@ -71,6 +71,7 @@ class Failing:
         asked, early = self._past.take_questions(room.key)
         if (question := early or asked) is not None:
             room.theirs = theirs_of(question)
+            self._past.taken.spend(*room.theirs)  # no later room of that id is given it either
         self.fail(room, reason, now_ns)
 
     def decline(self, declined: Declined, now_ns: int) -> None:

@@ -321,10 +321,12 @@ class PrefillListener:
 
     def _on_unseen(self, ended: Ended, now_ns: int) -> None:
         """A room was opened and failed without our seeing it open: perhaps there was no listener.
-        The decode that waits for it, or will, is told all the same."""
+        The decode that waits for it, or will, is told all the same; unless the id means another
+        room by now, which is what a decode asks for."""
         possible = ended.failed and ended.slot < self._table.rooms_max
         if possible and self._seen.is_news(ended.slot, ended.generation):
-            self._failing.end_unseen(ended, now_ns)
+            if (ended.room, ended.rank) not in self._by_id:
+                self._failing.end_unseen(ended, now_ns)
 
     def _look(self, room: Room, now_ns: int, *, tell: bool = True) -> None:
         """Read the truth about a room."""

@@ -91,6 +91,21 @@ def test_an_abort_outlives_the_listener_that_heard_it(world: World, side: str) -
     assert world.job(other, 1).reason is Reason.PEER_ABORTED
 
 
+@pytest.mark.parametrize("side", ["prefill", "decode0"])
+def test_an_abort_said_again_is_not_the_end_of_the_ids_next_room(world: World, side: str) -> None:
+    """An engine says to a new listener what it gave up lately; the id may mean another room."""
+    succeeds(world, 0)
+    world.send(1)
+    world.receive(1, pace_ms=10_000)
+    until_state(world, "decode0", 1, KVPoll.WaitingForInput)
+    world.abort(side, 1)
+    world.until(lambda: world.job("prefill", 1).cleared and world.job("decode0", 1).cleared)
+    moving(world, 1)
+    world.trees[side].kill("listener")
+    until_verdict(world, 1, "prefill", "decode0")
+    assert verdict(world, "prefill", 1) is verdict(world, "decode0", 1) is KVPoll.Success
+
+
 def test_a_destination_that_never_left_is_quiet_though_nobody_says_so(world: World) -> None:
     succeeds(world, 0)
     world.receive(1, pace_ms=100)

@@ -107,7 +107,7 @@ def compare(outcomes: Sequence[Outcome], answers: Sequence[Answer]) -> int:
 
 #: Sampling, how many at once, every how many-th prompt.
 GREEDY = (("greedy", 16, 1), ("greedy", 1, 8))
-SEEDED = (("seeded", 16, 4), ("seeded", 1, 8))
+SEEDED = (("seeded", 16, 8), ("seeded", 1, 20))
 EVERYTHING = (("greedy", 16, 1), ("greedy", 1, 1), ("seeded", 16, 1), ("seeded", 1, 1))
 
 CONFIGURATIONS = [

@@ -97,7 +97,7 @@ def descriptors(cluster: Cluster) -> dict[str, int]:
     ("router", "count"),
     [
         ("sglang-router", 200),
-        ("smg", 64),
+        ("smg", 24),
         pytest.param("smg", 200, marks=pytest.mark.slow),
     ],
 )

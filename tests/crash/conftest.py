@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from tests.crash.scene import Record
-from tests.crash.stage import Stages
+from tests.crash.stage import Stage, Stages
 
 RECORDS = "PDRT_CRASH_RECORDS"  # a file; tests/crash/render.py makes docs/crash-matrix.md of it
 
 
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    made = Stages(tmp_path_factory.mktemp("crash"))
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages[Stage]]:
+    made = Stages(tmp_path_factory.mktemp("crash"), Stage)
     yield made
     made.close()
 

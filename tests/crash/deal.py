@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tests.crash.party import TOKEN, AnyParty
 
@@ -87,3 +88,21 @@ class Deal:
     def clear(self) -> None:
         for party in self.sides().values():
             party.clear(self.room)
+
+
+def succeed(
+    deals: Sequence[Deal], wait: Callable[[Callable[[], Any], float, str], Any], what: str
+) -> None:
+    """Open rooms, all at once, and drive them to their end: Success with the right bytes."""
+    for deal in deals:
+        deal.open()
+
+    def over() -> bool:
+        for deal in deals:
+            deal.go_on()
+        return all(deal.over() for deal in deals)
+
+    wait(over, 10, f"{what} to be over")
+    for deal in deals:
+        deal.check_success()
+        deal.clear()

@@ -9,7 +9,7 @@ from functools import partial
 
 from tests.crash.bad import RAISE, SPIN
 from tests.crash.cells import Cell, Expect, Phase, Signal, Victim, typed_codes
-from tests.crash.deal import BIG, CHUNKS_COUNT, Deal
+from tests.crash.deal import BIG, CHUNKS_COUNT, Deal, succeed
 from tests.crash.party import SUCCESS, VERDICTS, AnyParty, RemoteParty
 from tests.crash.stage import OTHER, Stage
 from tests.crash.trees import TIMEOUTS, Victims
@@ -299,18 +299,7 @@ class Scene:
     def _next_rooms(self) -> None:
         first_page, first_aux = NEXT
         deals = [self.stage.deal(first_page + i, first_aux + i) for i in range(NEXT_ROOMS)]
-        for deal in deals:
-            deal.open()
-
-        def over() -> bool:
-            for deal in deals:
-                deal.go_on()
-            return all(deal.over() for deal in deals)
-
-        self.stage.wait(over, 10, "the next rooms to be over")
-        for deal in deals:
-            deal.check_success()
-            deal.clear()
+        succeed(deals, self.stage.wait, "the next rooms")
         self.record.next_rooms_s = self._since_s()
 
     def _check_final(self, deal: Deal, side: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from tests.crash.deal import Deal
 from tests.crash.party import AnyParty, Party
@@ -88,18 +88,27 @@ class Stage:
             tree.stop()
 
 
-class Stages:
+class AnyStage(Protocol):
+    transport: str
+
+    def close(self) -> None: ...
+
+
+S = TypeVar("S", bound=AnyStage)
+
+
+class Stages(Generic[S]):
     """At most one stage at a time; a cell that failed spoils its stage."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, make: Callable[[Spawner, Path, str], S]) -> None:
+        self._folder, self._make = folder, make
         self._spawner = Spawner()
-        self._stage: Stage | None = None
+        self._stage: S | None = None
 
-    def get(self, transport: str) -> Stage:
+    def get(self, transport: str) -> S:
         if self._stage is None or self._stage.transport != transport:
             self.drop()
-            self._stage = Stage(self._spawner, self._folder, transport)
+            self._stage = self._make(self._spawner, self._folder, transport)
         return self._stage
 
     def drop(self) -> None:

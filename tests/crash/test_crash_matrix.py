@@ -9,10 +9,10 @@ import pytest
 
 from tests.crash.cells import SUBSET, Cell, all_cells
 from tests.crash.scene import Record, Scene
-from tests.crash.stage import Stages
+from tests.crash.stage import Stage, Stages
 
 
-def play(stages: Stages, cell: Cell, records: list[Record]) -> None:
+def play(stages: Stages[Stage], cell: Cell, records: list[Record]) -> None:
     stage = stages.get(cell.transport)
     scene = Scene(stage, cell)
     try:
@@ -28,12 +28,12 @@ def play(stages: Stages, cell: Cell, records: list[Record]) -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("cell", SUBSET, ids=str)
-def test_subset(stages: Stages, records: list[Record], cell: Cell) -> None:
+def test_subset(stages: Stages[Stage], records: list[Record], cell: Cell) -> None:
     play(stages, cell, records)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("cell", [c for c in all_cells() if c not in SUBSET], ids=str)
-def test_rest(stages: Stages, records: list[Record], cell: Cell) -> None:
+def test_rest(stages: Stages[Stage], records: list[Record], cell: Cell) -> None:
     play(stages, cell, records)

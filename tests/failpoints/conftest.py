@@ -9,15 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from tests.crash.stage import Stages
 from tests.failpoints.scene import Record
-from tests.failpoints.stage import Stages
+from tests.failpoints.stage import Stage
 
 RECORDS = "PDRT_FAILPOINT_RECORDS"  # a file; see tests/failpoints/render.py
 
 
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages]:
-    made = Stages(tmp_path_factory.mktemp("failpoints"))
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stages[Stage]]:
+    made = Stages(tmp_path_factory.mktemp("failpoints"), Stage)
     yield made
     made.close()
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from pdrt.failpoints import Action, Failpoint
-from tests.crash.deal import BIG, Deal
+from tests.crash.deal import BIG, Deal, succeed
 from tests.crash.trees import START_S, TIMEOUTS, Victims
 from tests.failpoints.cells import CONTINUED, Cell, Expect, Play, Victim
 from tests.failpoints.engine import EngineProcess
@@ -265,18 +265,7 @@ class Scene:
     def _next_rooms(self) -> None:
         first_page, first_aux = NEXT
         deals = [self.stage.deal(first_page + i, first_aux + i) for i in range(NEXT_ROOMS)]
-        for deal in deals:
-            deal.open()
-
-        def over() -> bool:
-            for deal in deals:
-                deal.go_on()
-            return all(deal.over() for deal in deals)
-
-        self.stage.wait(over, 10, "the next rooms to be over")
-        for deal in deals:
-            deal.check_success()
-            deal.clear()
+        succeed(deals, self.stage.wait, "the next rooms")
 
 
 def status(pid: int) -> str:

@@ -78,29 +78,3 @@ class Stage:
         self.parties.clear()
         for tree in self.trees.values():
             tree.stop()
-
-
-class Stages:
-    """At most one stage at a time; a cell that failed spoils its stage."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._spawner = Spawner()
-        self._stage: Stage | None = None
-
-    def get(self, transport: str) -> Stage:
-        if self._stage is None or self._stage.transport != transport:
-            self.drop()
-            self._stage = Stage(self._spawner, self._folder, transport)
-        return self._stage
-
-    def drop(self) -> None:
-        if self._stage is not None:
-            stage, self._stage = self._stage, None
-            stage.close()
-
-    def close(self) -> None:
-        try:
-            self.drop()
-        finally:
-            self._spawner.close()

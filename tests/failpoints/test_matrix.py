@@ -8,14 +8,15 @@ from __future__ import annotations
 import pytest
 
 from pdrt.failpoints import POINTS, Action
+from tests.crash.stage import Stages
 from tests.failpoints.cells import PLACES, SUBSET, Cell, all_cells
 from tests.failpoints.scene import Record, Scene
-from tests.failpoints.stage import Stages
+from tests.failpoints.stage import Stage
 
 CELLS = {str(cell): cell for cell in all_cells()}
 
 
-def play(stages: Stages, cell: Cell, records: list[Record]) -> None:
+def play(stages: Stages[Stage], cell: Cell, records: list[Record]) -> None:
     stage = stages.get(cell.transport)
     scene = Scene(stage, cell)
     records.append(scene.record)
@@ -38,12 +39,12 @@ def test_every_point_is_played_with_every_action():
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", SUBSET)
-def test_subset(stages: Stages, records: list[Record], name: str) -> None:
+def test_subset(stages: Stages[Stage], records: list[Record], name: str) -> None:
     play(stages, CELLS[name], records)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("name", [name for name in CELLS if name not in SUBSET])
-def test_rest(stages: Stages, records: list[Record], name: str) -> None:
+def test_rest(stages: Stages[Stage], records: list[Record], name: str) -> None:
     play(stages, CELLS[name], records)

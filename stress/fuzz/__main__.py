@@ -71,7 +71,8 @@ class Guns:
     def __init__(self, trees: Sequence[Tree], options: argparse.Namespace, folder: Path) -> None:
         address = f"@pdrt-fuzz-{secrets.token_hex(4)}"
         self.answering = Answering(address, options.seed)
-        threading.Thread(target=self.answering.serve, daemon=True).start()
+        self._thread = threading.Thread(target=self.answering.serve, daemon=True)
+        self._thread.start()
         targets = [door for tree in trees for door in doors(tree)]
         until_s = time.monotonic() + options.seconds if options.seconds else 0.0
         boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -89,15 +90,16 @@ class Guns:
                 answering=address,
             )
             command = [sys.executable, "-c", "from stress.fuzz.gun import main; main()"]
-            self._popens.append(
-                subprocess.Popen(
-                    [*command, msgspec.json.encode(told).decode()],
-                    stdout=subprocess.PIPE,
-                    stderr=(folder / f"gun{number}.err").open("wb"),
-                    cwd=ROOT,
-                    env=environment_with({}),
+            with (folder / f"gun{number}.err").open("wb") as errors:
+                self._popens.append(
+                    subprocess.Popen(
+                        [*command, msgspec.json.encode(told).decode()],
+                        stdout=subprocess.PIPE,
+                        stderr=errors,
+                        cwd=ROOT,
+                        env=environment_with({}),
+                    )
                 )
-            )
         self._folder = folder
 
     def wait(self) -> list[dict[str, Any]]:
@@ -115,6 +117,10 @@ class Guns:
         for popen in self._popens:
             popen.kill()
             popen.wait()
+            if popen.stdout is not None:
+                popen.stdout.close()
+        self.answering.stop()
+        self._thread.join()
 
 
 def merged(fired: list[dict[str, Any]], what: str) -> dict[str, Multiset[str]]:

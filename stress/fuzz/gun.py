@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import socket
 import sys
 import time
@@ -29,7 +28,7 @@ from pdrt.protocol.codec import FRAME_BYTES_MAX, Malformed
 from pdrt.protocol.messages import PeerGone
 from stress.bench.trees import tie_to_parent
 from stress.fuzz.decoders import REPLY, REQUESTS
-from stress.fuzz.hostile import Frames, Known, Names, hostile_instances
+from stress.fuzz.hostile import Frames, Known, Names, hostile_instances, rng_of
 from stress.fuzz.mutate import LIES, Mutator
 from stress.fuzz.wire import GREETING, LONG, MORE, Connection, Place, frame, multipart, ready
 
@@ -103,7 +102,7 @@ def kind_of(data: bytes, *, from_peer: bool) -> str:
 class Gun:
     def __init__(self, told: Told) -> None:
         self._told = told
-        self._rng = random.Random(told.seed)
+        self._rng = rng_of(told.seed, "gun")
         self.fired = Fired()
         self._volleying = ""
         self._requests = Mutator(told.seed, REQUESTS)
@@ -340,7 +339,7 @@ class Answering:
     """An attach socket that answers nonsense, to whoever was told to fetch memory from it."""
 
     def __init__(self, address: str, seed: int) -> None:
-        self._rng = random.Random(seed)
+        self._rng = rng_of(seed, "answering")
         self._mutate = Mutator(seed, [REPLY])
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._server.bind("\0" + address.removeprefix("@"))
@@ -353,26 +352,28 @@ class Answering:
         return self._mutate() or b"x"
 
     def serve(self) -> None:
-        """For ever; in a thread that ends with the process."""
+        """Until `stop`."""
         memory = os.memfd_create("hostile")
         os.truncate(memory, 4096)
         reading, writing = os.pipe()
-        while True:
-            client, _ = self._server.accept()
-            with client:
-                kinds: tuple[list[int], ...] = (
-                    [],
-                    [],
-                    [memory],
-                    [reading],
-                    [memory] * 5,
-                    [writing] * 200,
-                )
-                with contextlib.suppress(OSError):
-                    client.settimeout(0.1)
-                    client.recv(4096)
-                    socket.send_fds(client, [self._nonsense()], self._rng.choice(kinds))
-                    self.answered += 1
+        with self._server, contextlib.suppress(OSError):  # of the `accept` that `stop` ends
+            while True:
+                client, _ = self._server.accept()
+                with client:
+                    self._answer(client, memory, reading, writing)
+        for fd in (memory, reading, writing):
+            os.close(fd)
+
+    def _answer(self, client: socket.socket, memory: int, reading: int, writing: int) -> None:
+        given: tuple[list[int], ...] = ([], [], [memory], [reading], [memory] * 5, [writing] * 200)
+        with contextlib.suppress(OSError):
+            client.settimeout(0.1)
+            client.recv(4096)
+            socket.send_fds(client, [self._nonsense()], self._rng.choice(given))
+            self.answered += 1
+
+    def stop(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
 
 
 def main() -> None:

@@ -10,7 +10,9 @@ None of that happens here to rooms that must succeed.  Instead
   they have, with another instance; the right instance with generations that are over.
 
 A local door serves processes of its own user, which are trusted: they could as well trace us.  What
-is said there names rooms, ranks and instances that do not exist, and nothing else.
+is said there names rooms, ranks and instances that do not exist, and nothing else.  So a mutant of
+such a message is said only if it is no message any more: one changed number, and it is our worker
+that has come back with another memory, or an open room that is given other pages.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace as replace_struct
 
+from pdrt.errors import ProtocolError
 from pdrt.protocol import codec
 from pdrt.protocol.messages import (
     PEER_MESSAGES,
@@ -244,6 +247,21 @@ class Names:
         return replace_struct(message, **kept)
 
 
+def rng_of(seed: int, whose: str) -> random.Random:
+    """Everybody has numbers of their own: with those of the rooms, a gun would come to name one of
+    them, "at random"."""
+    return random.Random(f"{whose} {seed}")
+
+
+def is_message(data: bytes) -> bool:
+    """Would a local door take it in?"""
+    try:
+        codec.decode(data, from_peer=False)
+    except ProtocolError:
+        return False
+    return True
+
+
 class Frames:
     """Frames for one door, with what each is to be counted as ("" if it is taken)."""
 
@@ -268,7 +286,8 @@ class Frames:
             data = codec.seal(msgspec.msgpack.encode([self._one(self._names)] * count))
             return data if len(data) < LARGE_BYTES else b""
         if kind < 16:
-            return codec.seal(self._mutate())
+            data = codec.seal(self._mutate())
+            return data if self._from_peer or not is_message(data) else codec.MAGIC
         return rng.choice(
             (
                 b"",

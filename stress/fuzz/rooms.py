@@ -7,7 +7,6 @@ nobody's, so a byte that lands late is seen when the page is used again.
 
 from __future__ import annotations
 
-import random
 import threading
 import time
 import traceback
@@ -22,7 +21,7 @@ from pdrt.errors import CorruptAux, TransferError
 from pdrt.protocol.states import KVPoll
 from stress.bench.trees import Shape, Tree
 from stress.bench.trips import Phase, Route, Trip, half
-from stress.fuzz.hostile import VICTIM
+from stress.fuzz.hostile import VICTIM, rng_of
 
 OPEN, VICTIMS_OPEN = 6, 3
 OVER_S = 60.0  # far beyond every deadline of these trees
@@ -57,7 +56,7 @@ class Rooms:
         self._route = Route(prefill, decode, shape)
         self._managers = prefill.manager, decode.manager
         self._shape = shape
-        self._rng = random.Random(seed)
+        self._rng = rng_of(seed, "rooms")
         self._free = list(range(0, shape.pages_count - shape.pages + 1, shape.pages))
         self._open: list[Room] = []
         self._stopping = threading.Event()

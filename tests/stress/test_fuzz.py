@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections import Counter as Multiset
@@ -17,8 +18,8 @@ from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import PEER_MESSAGES
 from stress.fuzz.__main__ import line, main, parse
 from stress.fuzz.decoders import MESSAGES
-from stress.fuzz.gun import PARTS, TAKEN, kind_of
-from stress.fuzz.hostile import VICTIM, Frames, Known, Names
+from stress.fuzz.gun import PARTS, TAKEN, Gun, Told, kind_of
+from stress.fuzz.hostile import VICTIM, Frames, Known, Names, rng_of
 from stress.fuzz.oracle import Child, State, faults, unaccounted
 from stress.fuzz.wire import Connection, frame, multipart
 from tests.mail.conftest import site  # noqa: F401  a fixture
@@ -67,6 +68,35 @@ def test_hostile_messages_are_right_by_their_type_and_name_no_other_room_exactly
         fields = ("instance", "slot", "generation")
         assert tuple(getattr(message, name, None) for name in fields) != exact
         assert getattr(message, "control", "") != "127.0.0.1:8998"
+
+
+def test_a_local_door_hears_of_nothing_that_exists_though_its_frames_are_changed_at_random() -> (
+    None
+):
+    """Its own processes are trusted: one that said such things of real rooms could end them."""
+    heard = 0
+    for seed in range(40):
+        make = Frames(seed, names(seed), from_peer=False)
+        for data in (make() for _ in range(300)):
+            if kind_of(data, from_peer=False) == TAKEN:
+                for message in codec.decode(data):
+                    heard += 1
+                    assert getattr(message, "generation", 0) % 2 == 0, "that of an open room"
+                    agent = getattr(message, "agent", message)
+                    assert getattr(agent, "rank", 1) != 0, "the rank that there is"
+    assert heard > 1000, "too tame"
+
+
+def test_a_gun_does_not_draw_the_numbers_of_the_rooms() -> None:
+    """It once did, and so named a room exactly that had to succeed."""
+
+    def drawn(rng: random.Random) -> set[tuple[int, int]]:
+        words = [rng.getrandbits(32) for _ in range(20_000)]
+        return set(itertools.pairwise(words))
+
+    for seed in range(3):
+        told = Told(seed, 1, 0.0, [], [], {}, b"", "", "")
+        assert not drawn(Gun(told)._rng) & drawn(rng_of(seed, "rooms"))
 
 
 STATE = State(

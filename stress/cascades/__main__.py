@@ -7,7 +7,6 @@ resumed where it stopped if --pieces-in names the same folder again.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import signal
 import sys
 import tempfile
@@ -19,19 +18,12 @@ import msgspec
 
 from stress.bench.report import Machine
 from stress.cascades import report
-from stress.cascades.apart import Order, load, play
+from stress.cascades.apart import CASCADES, Order, load, play
 from stress.cascades.piece import QUICK, RELEASE, Outcome, Share
-
-#: In the order they are played.
-CASCADES = ("torn", "abort_storm", "kill_cascade", "agents", "soak")
-
-
-def there() -> list[str]:
-    return [name for name in CASCADES if importlib.util.find_spec(f"stress.cascades.{name}")]
 
 
 def orders(options: argparse.Namespace) -> Iterator[Order]:
-    for name in options.names or there():
+    for name in options.names or CASCADES:
         share = share_of(name, options)
         for index in range(share.pieces):
             yield Order(name, options.seed + index, share.cycles, share.seconds, options.quick)
@@ -66,7 +58,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         "bin/stress", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    names = ", ".join(there())
+    names = ", ".join(CASCADES)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"cascades to play: {names}")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="under three minutes; the default")
@@ -77,7 +69,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--pieces-in", type=Path, metavar="DIR", help="a JSON a piece; resumes")
     parser.add_argument("--report", type=Path, metavar="FILE.md", help="and FILE.json and FILE.png")
     options = parser.parse_args(arguments)
-    if unknown := set(options.names) - set(there()):
+    if unknown := set(options.names) - set(CASCADES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {names}")
     return options
 

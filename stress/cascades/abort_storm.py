@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 
 from stress.cascades import census, judgement
-from stress.cascades.faults import Mode, Role
 from stress.cascades.history import Kind
+from stress.cascades.oracle.faults import Mode, Role
 from stress.cascades.piece import Outcome, Piece, Share
 from stress.cascades.plan import Mix
 from stress.cascades.rig import Rig, salt_of

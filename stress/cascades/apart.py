@@ -24,6 +24,14 @@ import psutil
 from stress.bench.trees import ROOT, tie_to_parent
 from stress.cascades.piece import Outcome, Piece
 
+#: Modules, in the order they are played.
+CASCADES = {
+    "torn": "torn.cascade",
+    "abort_storm": "abort_storm",
+    "kill_cascade": "kill_cascade",
+    "agents": "agents.cascade",
+    "soak": "soak.cascade",
+}
 UNSHARE = (
     "unshare",
     "--map-root-user",
@@ -57,7 +65,7 @@ class Order(msgspec.Struct, frozen=True):
 
 
 def load(cascade: str) -> ModuleType:
-    return importlib.import_module(f"stress.cascades.{cascade}")
+    return importlib.import_module(f"stress.cascades.{CASCADES[cascade]}")
 
 
 @functools.cache

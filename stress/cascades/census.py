@@ -7,8 +7,8 @@ import time
 import psutil
 
 from stress.cascades.history import Kind
+from stress.cascades.oracle.survey import What
 from stress.cascades.rig import Rig
-from stress.cascades.survey import What
 from stress.cascades.trees import ACTORS
 
 WHOLE_S, EMPTY_S = 30.0, 10.0

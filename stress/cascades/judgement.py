@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from stress.cascades import oracle
-from stress.cascades.findings import KINDS, Findings
 from stress.cascades.lanes import DECODES, PREFILLS
+from stress.cascades.oracle import judge as oracle
+from stress.cascades.oracle.findings import KINDS, Findings
 from stress.cascades.piece import Outcome, Piece
 from stress.cascades.plan import DECODE, PREFILL, Mix
 

@@ -12,8 +12,8 @@ from collections.abc import Collection
 from time import monotonic_ns
 
 from stress.cascades import census, crowd, judgement, victims
-from stress.cascades.faults import Role
 from stress.cascades.history import Kind
+from stress.cascades.oracle.faults import Role
 from stress.cascades.piece import Outcome, Piece, Share
 from stress.cascades.plan import Mix
 from stress.cascades.rig import UNLIMITED, Rig, salt_of

@@ -11,8 +11,8 @@ import numpy as np
 import psutil
 
 from stress.cascades import words
-from stress.cascades.faults import WHOLE, Mode, Role, code
 from stress.cascades.history import Kind
+from stress.cascades.oracle.faults import WHOLE, Mode, Role, code
 from stress.cascades.rig import Rig
 from stress.cascades.trees import ACTORS, Held, Tree
 

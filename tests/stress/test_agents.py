@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdrt.errors import PdrtError, Refused, TransferError
-from stress.cascades import agents
-from stress.cascades.agents_client import digest
-from stress.cascades.agents_http import Answer, Broken, Events, code_of, post
-from stress.cascades.agents_oracle import judge
-from stress.cascades.agents_words import CODES, FIRST_PROMPTS, OTHER, Kind, code_index
+from stress.cascades.agents import cascade as agents
+from stress.cascades.agents.client import digest
+from stress.cascades.agents.oracle import judge
+from stress.cascades.agents.wire import Answer, Broken, Events, code_of, post
+from stress.cascades.agents.words import CODES, FIRST_PROMPTS, OTHER, Kind, code_index
 from stress.cascades.history import Writer, read_all
 from stress.cascades.piece import Outcome, Piece
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stress.cascades import soak_sample
 from stress.cascades.piece import Outcome
-from stress.cascades.soak import allowed, draw, judge_series
-from stress.cascades.soak_judge import Points, Tolerance, judge, line_of
-from stress.cascades.soak_sample import TOLERANCES, Series, family_of, held_by, sample, tolerance_of
+from stress.cascades.soak import sample as samples
+from stress.cascades.soak.cascade import allowed, draw, judge_series
+from stress.cascades.soak.judge import Points, Tolerance, judge, line_of
+from stress.cascades.soak.sample import TOLERANCES, Series, family_of, held_by, sample, tolerance_of
 
 CYCLE_S = 1.0
 HOUR = 3600
@@ -176,7 +176,7 @@ def test_every_curve_of_a_sample_has_a_name_that_is_judged_or_is_for_the_plot_al
 
 
 def test_a_process_that_starts_counts_for_the_whole_and_not_for_its_role(monkeypatch):
-    monkeypatch.setattr(soak_sample, "YOUNG_S", 0.0)  # this one may be
+    monkeypatch.setattr(samples, "YOUNG_S", 0.0)  # this one may be
     series, me = Series(), os.getpid()
     sample(series, {"tree": {"listener": [me]}}, {me})
     sample(series, {"tree": {"listener": [me]}}, {1})

@@ -18,13 +18,13 @@ from pdrt.protocol.states import MOVES, OPEN, Event, KVPoll, Reason, Role, quiet
 from pdrt.shm_status import CLAIMED, NOBODY, Owner, StatusTable, create, memory_fd, pack
 from stress.cascades.history import RECORD
 from stress.cascades.history import Writer as History
-from stress.cascades.torn import Crew, play_round
-from stress.cascades.torn_gate import Told
-from stress.cascades.torn_oracle import Written, judge
-from stress.cascades.torn_reader import Reader
-from stress.cascades.torn_table import LATE_AUX, MUTANTS, Kind, Tracked, region_map
-from stress.cascades.torn_words import Witness, impossible, no_step, unlike
-from stress.cascades.torn_writer import Writer
+from stress.cascades.torn.cascade import Crew, play_round
+from stress.cascades.torn.gate import Told
+from stress.cascades.torn.oracle import Written, judge
+from stress.cascades.torn.reader import Reader
+from stress.cascades.torn.table import LATE_AUX, MUTANTS, Kind, Tracked, region_map
+from stress.cascades.torn.words import Witness, impossible, no_step, unlike
+from stress.cascades.torn.writer import Writer
 
 SLOTS = 2
 STEPS = 1500

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from stress.cascades.soak_judge import Tolerance
+from stress.cascades.soak.judge import Tolerance
 
 MIB = 1 << 20
 TICKS_S = os.sysconf("SC_CLK_TCK")

@@ -7,8 +7,8 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from stress.cascades.findings import Findings
 from stress.cascades.history import Kind
+from stress.cascades.oracle.findings import Findings
 
 SPARE_DESCRIPTORS = 6  # a supervisor may hold so many more at the end than at the beginning
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stress.cascades import words
-from stress.cascades.faults import FENCE_S, WHOLE, Faults, Role
-from stress.cascades.findings import Findings
-from stress.cascades.halves import Half, Room
+from stress.cascades.oracle.faults import FENCE_S, WHOLE, Faults, Role
+from stress.cascades.oracle.findings import Findings
+from stress.cascades.oracle.halves import Half, Room
 from stress.cascades.words import FAILED
 
 MOVERS = (Role.WORKER, *WHOLE)

@@ -15,7 +15,7 @@ from pdrt.child import PR_SET_PDEATHSIG, prctl
 from pdrt.clock import monotonic_ns
 from pdrt.memory.aux import AuxRows
 from pdrt.shm_status import StatusTable
-from stress.cascades.torn_table import aux_rows, region_map
+from stress.cascades.torn.table import aux_rows, region_map
 
 LOOK_S = 0.001
 WAITING, OPEN, SHUT = 0, 1, 2

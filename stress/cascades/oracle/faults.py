@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stress.cascades import words
-from stress.cascades.findings import Findings
 from stress.cascades.history import Kind
+from stress.cascades.oracle.findings import Findings
 
 MARGIN_S = 0.5  # a role may serve again a little before everybody knows
 AFTERMATH_S = 4.5  # of a tree: peers miss it for as long as it may be silent, and then say hello

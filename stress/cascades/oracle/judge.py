@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from stress.cascades.causes import judge_causes
-from stress.cascades.faults import Faults, read_faults
-from stress.cascades.findings import Findings
-from stress.cascades.halves import Room, judge_rooms, read_rooms
 from stress.cascades.history import DTYPE, Kind, read_all
-from stress.cascades.moves import judge_words
+from stress.cascades.oracle.causes import judge_causes
+from stress.cascades.oracle.faults import Faults, read_faults
+from stress.cascades.oracle.findings import Findings
+from stress.cascades.oracle.halves import Room, judge_rooms, read_rooms
+from stress.cascades.oracle.moves import judge_words
+from stress.cascades.oracle.survey import judge_census
 from stress.cascades.plan import Mix
-from stress.cascades.survey import judge_census
 
 SERVED_S = 10.0  # a connection that waits longer for a listener's first word counts as lost
 

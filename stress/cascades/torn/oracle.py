@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stress.cascades import history
-from stress.cascades.torn_table import Kind
-from stress.cascades.torn_words import (
+from stress.cascades.torn.table import Kind
+from stress.cascades.torn.words import (
     CLAIMED,
     FAILED,
     SUCCESS,

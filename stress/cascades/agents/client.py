@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 
 from pdrt.child import PR_SET_PDEATHSIG, prctl
-from stress.cascades.agents_http import Answer, Broken, Events, code_of, post
-from stress.cascades.agents_words import (
+from stress.cascades.agents.wire import Answer, Broken, Events, code_of, post
+from stress.cascades.agents.words import (
     CONTEXT_MESSAGES_MAX,
     FIRST_PROMPTS,
     FIRST_TOKENS,

@@ -30,9 +30,9 @@ from pdrt.shm_status import (
     StatusTable,
     pack,
 )
-from stress.cascades.torn_gate import Told, begin
-from stress.cascades.torn_table import CODE, aux_of, mixed, mixed_many
-from stress.cascades.torn_words import (
+from stress.cascades.torn.gate import Told, begin
+from stress.cascades.torn.table import CODE, aux_of, mixed, mixed_many
+from stress.cascades.torn.words import (
     SUCCESS,
     Witness,
     generations_of,

@@ -17,8 +17,8 @@ from pdrt.errors import Closed, TableFull
 from pdrt.protocol.states import Event, KVPoll, Reason, Role
 from pdrt.shm_status import CLAIMED, GENERATION_SHIFT, OWNER_SHIFT, QUIET_BIT, STATE_MASK, Owner
 from stress.cascades.history import Writer as History
-from stress.cascades.torn_gate import Told, begin
-from stress.cascades.torn_table import (
+from stress.cascades.torn.gate import Told, begin
+from stress.cascades.torn.table import (
     CODE,
     LATE_AUX,
     MUTANTS,

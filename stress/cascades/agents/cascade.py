@@ -24,9 +24,11 @@ import msgspec
 from pdrt.cli.cluster import Cluster
 from pdrt.config import cache_folder
 from pdrt.serving.convert import model_folder
-from stress.cascades import agents_client, agents_oracle, words
-from stress.cascades.agents_watch import Both, Side
-from stress.cascades.agents_words import FIRST_PROMPTS, FIRST_TOKENS, Kind
+from stress.bench.trees import ROOT
+from stress.cascades import words
+from stress.cascades.agents import client, oracle
+from stress.cascades.agents.watch import Both, Side
+from stress.cascades.agents.words import FIRST_PROMPTS, FIRST_TOKENS, Kind
 from stress.cascades.history import Writer, read_all
 from stress.cascades.piece import Outcome, Piece, Share
 from stress.cascades.trees import Held
@@ -36,7 +38,6 @@ LIMIT_S = 3600.0
 QUICK = Share(pieces=1, cycles=1_000_000, seconds=25.0)
 RELEASE = Share(pieces=2, cycles=1_000_000, seconds=900.0)
 
-ROOT = Path(__file__).parent.parent.parent
 PROCESSES, CLIENTS = 6, 5  # in each
 BOUND_S, HANG_S = 60.0, 90.0  # for one request, whatever happens to pdrt meanwhile
 ZERO_S, WELL_S, GONE_S = 30.0, 60.0, 10.0
@@ -68,7 +69,7 @@ class Crowd:
     """The processes of clients."""
 
     piece: Piece
-    told: agents_client.Told  # of all; what differs is put in
+    told: client.Told  # of all; what differs is put in
     writer: Writer
     popens: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     lives: list[int] = field(default_factory=lambda: [0] * PROCESSES)
@@ -87,7 +88,7 @@ class Crowd:
             life=self.lives[index],
             history=str(self.piece.histories / f"{name}.history"),
         )
-        command = "from stress.cascades.agents_client import main; main()"
+        command = "from stress.cascades.agents.client import main; main()"
         with (self.piece.folder / f"{name}.log").open("wb") as log:
             self.popens[index] = subprocess.Popen(
                 [sys.executable, "-c", command, msgspec.json.encode(told).decode()],
@@ -269,7 +270,7 @@ def first_answers(cluster: Cluster) -> list[str]:
 @contextlib.contextmanager
 def crowd_of(piece: Piece, cluster: Cluster, both: Both, texts: list[str]) -> Iterator[Crowd]:
     prefill, decode = both.sides
-    told = agents_client.Told(
+    told = client.Told(
         router_port=int(cluster.url.rpartition(":")[2]),
         engine_ports=(prefill.port, decode.port),
         model=cluster.model,
@@ -280,7 +281,7 @@ def crowd_of(piece: Piece, cluster: Cluster, both: Both, texts: list[str]) -> It
         history="",
         stop_file=str(piece.folder / "stop"),
         hang_s=HANG_S,
-        references=tuple(map(agents_client.digest, texts)),
+        references=tuple(map(client.digest, texts)),
     )
     crowd = Crowd(piece, told, piece.history("driver"))
     try:
@@ -345,7 +346,7 @@ def run(piece: Piece) -> Outcome:
         piece.begun_s = time.monotonic()
         play(piece, cluster, outcome)
     outcome.count("pieces")
-    agents_oracle.judge(read_all(piece.histories), BOUND_S, outcome)
+    oracle.judge(read_all(piece.histories), BOUND_S, outcome)
     outcome.rooms = outcome.counts["requests"]
     outcome.took_s = piece.spent_s()
     return outcome

@@ -13,14 +13,14 @@ import time
 from dataclasses import replace
 
 from stress.cascades import census, judgement
-from stress.cascades.faults import Mode, Role
 from stress.cascades.history import Kind
 from stress.cascades.lanes import PREFILLS
+from stress.cascades.oracle.faults import Mode, Role
 from stress.cascades.piece import Outcome, Piece, Share
 from stress.cascades.plan import Mix
 from stress.cascades.rig import UNLIMITED, Rig, salt_of
-from stress.cascades.soak_judge import Tolerance, judge, line_of
-from stress.cascades.soak_sample import MIB, Series, family_of, sample, tolerance_of
+from stress.cascades.soak.judge import Tolerance, judge, line_of
+from stress.cascades.soak.sample import MIB, Series, family_of, sample, tolerance_of
 from stress.cascades.trees import ACTORS, Tree
 from stress.cascades.victims import MODES, PAUSES_S, Executioner, Plan
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from stress.cascades.agents_words import CODES, OTHER, Kind
+from stress.cascades.agents.words import CODES, OTHER, Kind
 from stress.cascades.history import DTYPE
 from stress.cascades.piece import Outcome
 

@@ -29,19 +29,19 @@ from pdrt.clock import monotonic_ns
 from pdrt.config import Timeouts
 from pdrt.protocol.states import OPEN, Role
 from pdrt.shm_status import Owner, create, memory_fd
+from stress.bench.trees import ROOT
 from stress.cascades.history import Writer as History
 from stress.cascades.piece import Outcome, Piece, Share
-from stress.cascades.torn_gate import OPEN as GATE_OPEN
-from stress.cascades.torn_gate import SHUT, Gate, Told
-from stress.cascades.torn_oracle import Written, judge
-from stress.cascades.torn_table import Tracked, region_map
+from stress.cascades.torn.gate import OPEN as GATE_OPEN
+from stress.cascades.torn.gate import SHUT, Gate, Told
+from stress.cascades.torn.oracle import Written, judge
+from stress.cascades.torn.table import Tracked, region_map
 
 NAME = "torn"
 LIMIT_S = 1200.0
 QUICK = Share(pieces=1, cycles=1_000_000, seconds=8.0)
 RELEASE = Share(pieces=2, cycles=1_000_000, seconds=600.0)
 
-ROOT = Path(__file__).parent.parent.parent
 ROUND_S = 8.0
 SMALL_S = 60.0  # a piece that is over sooner has fewer processes
 START_S, END_S = 60.0, 60.0
@@ -80,7 +80,7 @@ class Hand:
 
     def __init__(self, module: str, told: Told) -> None:
         self.told, self.module = told, module
-        main = f"from stress.cascades.{module} import main; main()"
+        main = f"from stress.cascades.torn.{module} import main; main()"
         self.popen = subprocess.Popen(
             [sys.executable, "-c", main, msgspec.json.encode(told).decode()],
             stdout=subprocess.PIPE,
@@ -164,7 +164,7 @@ class Round:
         for row in range(1, self._crew.writers + 1):
             self._start_writer(row, 1)
         for row in range(FIRST_READER, FIRST_READER + self._crew.readers):
-            self._readers.append(Hand("torn_reader", self._told(row, f"{row}.npz")))
+            self._readers.append(Hand("reader", self._told(row, f"{row}.npz")))
         rows = [*self._writers, *(hand.told.row for hand in self._readers)]
         end = time.monotonic() + START_S
         while not all(self._table.pulse(row) for row in rows):
@@ -175,7 +175,7 @@ class Round:
     def _start_writer(self, row: int, incarnation: int) -> None:
         self._table.incarnate(row, incarnation, os.getpid(), "writer")
         told = self._told(row, f"{row}-{incarnation}.history", incarnation)
-        self._writers[row] = Hand("torn_writer", told)
+        self._writers[row] = Hand("writer", told)
 
     def play(self, seconds: float) -> None:
         """Let them work; kill, stop and sweep.  Ends sooner if a reader has seen enough."""

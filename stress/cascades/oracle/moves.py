@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stress.cascades import words
-from stress.cascades.findings import Findings
 from stress.cascades.history import Kind
+from stress.cascades.oracle.findings import Findings
 from stress.cascades.words import CLAIMED, FAILED, STATES, SUCCESS, TRANSFERRING, Word
 
 SLACK_NS = 1_000_000_000  # past a deadline, before a room counts as open for good

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from stress.cascades import plan, words
-from stress.cascades.findings import Findings
 from stress.cascades.history import Kind
+from stress.cascades.oracle.findings import Findings
 from stress.cascades.plan import DECODE, PREFILL, Mix
 from stress.cascades.words import FAILED, REASONS, STATES, SUCCESS
 

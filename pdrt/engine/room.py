@@ -36,9 +36,11 @@ from pdrt.protocol.states import TERMINAL, Event, KVPoll, Reason, agree
 from pdrt.shm_status import Handle, Owner, StatusTable
 
 LISTENER = "listener"
-GIVEN_UP_MAX, GIVEN_UP_NS = 1024, 5 * SECOND_NS  # ends that a new listener hears again
-#: Of these the peer knows by us alone; the rest it finds, or told us.
-OUR_CHOICE = frozenset({Reason.ABORTED, Reason.CLIENT_GONE, Reason.SHUTDOWN})
+AGAIN_MAX, AGAIN_NS = 1024, 5 * SECOND_NS  # ends that a new listener hears again
+#: Of these the peer told us, or it is gone; of all others it knows by us alone.
+FROM_PEER = frozenset(
+    {Reason.PEER_ABORTED, Reason.PEER_REFUSED, Reason.PEER_LOST, Reason.PEER_RESTARTED}
+)
 
 #: What each reason is to an engine, and what it means in words.
 FAILURES: dict[Reason, tuple[type[TransferError], str]] = {
@@ -94,14 +96,14 @@ class Desk:
     forget: Callable[[int], None]
     worker: Callable[[int], Owner]  # the worker that lives now, by rank
     resend_ns: int
-    given_up: deque[tuple[int, Ended]] = field(default_factory=lambda: deque(maxlen=GIVEN_UP_MAX))
+    failed: deque[tuple[int, Ended]] = field(default_factory=lambda: deque(maxlen=AGAIN_MAX))
 
     def say_again(self, now_ns: int) -> None:
         """To a new listener: its predecessor may have died with what we had told it of rooms that
-        this engine gave up, before the peer knew.  Their slots may be cleared, so that the table
-        does not tell any more."""
-        for told_ns, ended in self.given_up:
-            if now_ns - told_ns < GIVEN_UP_NS:
+        failed here, before the peer knew.  Their slots may be cleared, so that the table does not
+        tell any more."""
+        for told_ns, ended in self.failed:
+            if now_ns - told_ns < AGAIN_NS:
                 self.mailbox.post(LISTENER, ended)
 
 
@@ -236,6 +238,6 @@ class KVRoom:
                 peer=self.peer,
             )
             self._desk.mailbox.post(LISTENER, ended)
-            if word.reason in OUR_CHOICE:
-                self._desk.given_up.append((now_ns, ended))
+            if word.reason not in FROM_PEER:
+                self._desk.failed.append((now_ns, ended))
         self._desk.flush()

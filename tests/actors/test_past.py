@@ -12,7 +12,7 @@ from pdrt.actors import past
 from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.past import Seen
 from pdrt.actors.prefill_listener import PrefillListener
-from pdrt.engine.room import GIVEN_UP_MAX, GIVEN_UP_NS
+from pdrt.engine.room import AGAIN_MAX, AGAIN_NS
 from pdrt.engine.sender import KVSender
 from pdrt.mail.mailbox import Address
 from pdrt.protocol.messages import AnyMessage, Ended, Opened
@@ -99,17 +99,17 @@ class Recorder:
         """There is no link."""
 
 
-def test_a_new_listener_hears_again_what_was_given_up_lately_and_no_more(world: World) -> None:
+def test_a_new_listener_hears_again_what_failed_lately_and_no_more(world: World) -> None:
     mailbox, now_ns = Recorder(), world.clock()
     desk = replace(world.engine("prefill").desk, mailbox=mailbox)
-    desk.given_up.append((now_ns - GIVEN_UP_NS, Ended(0, 1, True, Reason.ABORTED)))
+    desk.failed.append((now_ns - AGAIN_NS, Ended(0, 1, True, Reason.ABORTED)))
     desk.say_again(now_ns)
     assert mailbox.posted == []
-    ends = [Ended(n, 1, True, Reason.ABORTED, room=n) for n in range(GIVEN_UP_MAX + 1)]
-    desk.given_up.extend((now_ns, ended) for ended in ends)
+    ends = [Ended(n, 1, True, Reason.ABORTED, room=n) for n in range(AGAIN_MAX + 1)]
+    desk.failed.extend((now_ns, ended) for ended in ends)
     desk.say_again(now_ns)
     assert mailbox.posted == ends[1:]
-    desk.given_up.clear()
+    desk.failed.clear()
 
 
 def test_an_abort_is_told_though_its_slot_is_in_use_again_before_the_listener_looks(

@@ -91,6 +91,23 @@ def test_an_abort_outlives_the_listener_that_heard_it(world: World, side: str) -
     assert world.job(other, 1).reason is Reason.PEER_ABORTED
 
 
+def test_a_failure_outlives_the_listener_that_was_to_tell_it(world: World) -> None:
+    """Not only what somebody chose: of a worker's death, too, the other side knows by us alone."""
+    succeeds(world, 0)
+    world.send(1)
+    world.receive(1, pace_ms=100)
+    until_state(world, "decode0", 1, KVPoll.WaitingForInput)
+    world.trees["decode0"].freeze("listener")
+    until_state(world, "decode0", 1, KVPoll.Transferring)
+    world.trees["decode0"].kill("worker0")
+    until_verdict(world, 1, "decode0", within_ms=100)
+    assert world.job("decode0", 1).reason is Reason.WORKER_DIED
+    world.run(30)  # where nothing can land without that worker, the slot is cleared by now
+    world.trees["decode0"].kill("listener")
+    until_verdict(world, 1, "prefill", within_ms=1000)
+    assert world.job("prefill", 1).reason is Reason.WORKER_DIED
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode0"])
 def test_an_abort_said_again_is_not_the_end_of_the_ids_next_room(world: World, side: str) -> None:
     """An engine says to a new listener what it gave up lately; the id may mean another room."""

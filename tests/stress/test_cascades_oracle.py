@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from stress.cascades import plan, words
 from stress.cascades.history import DTYPE, RECORD, STEP_BYTES, Kind, Writer, read
-from stress.cascades.oracle.faults import Mode, Role, code
+from stress.cascades.oracle.faults import Mode, Role, code, covered_s
 from stress.cascades.oracle.findings import KINDS, Findings
 from stress.cascades.oracle.judge import judge_histories
 from stress.cascades.oracle.survey import What
@@ -443,6 +444,28 @@ def test_only_a_long_outage_explains_a_deadline(away_ms: int, explained: bool) -
     findings = failed(words.WAITING_TIMEOUT, words.WAITING_TIMEOUT, before).judge()
     assert (findings.violations == []) is explained
     assert findings.counts["restarts that we did not play: worker"] == 1
+
+
+@pytest.mark.parametrize(("away_ms", "explained"), [(200, False), (600, True)])
+def test_outages_in_turn_explain_a_deadline_as_one_long_one_does(
+    away_ms: int, explained: bool
+) -> None:
+    def before(book: Book) -> None:
+        for table in (0, 2000):
+            row(book, 1, serves=True, table=table)
+            row(book, 0, serves=False, table=table)
+            book.now += away_ms * 1_000_000
+            row(book, 2, serves=True, table=table)
+            book.now += 10_000_000
+
+    findings = failed(words.WAITING_TIMEOUT, words.WAITING_TIMEOUT, before).judge()
+    assert (findings.violations == []) is explained
+
+
+def test_what_several_outages_cover_is_counted_once() -> None:
+    spans = [(0.0, 2.0), (1.5, 3.0), (2.0, 2.5), (5.0, 6.0), (8.0, math.inf)]
+    assert covered_s(spans, 1.0, 9.0) == 2.0 + 1.0 + 1.0
+    assert covered_s([], 1.0, 9.0) == 0.0
 
 
 @pytest.mark.parametrize(("tree", "explained"), [(0, True), (2, False)])

@@ -19,7 +19,8 @@ AFTERMATH_S = 4.5  # of a tree: peers miss it for as long as it may be silent, a
 FENCE_S = 8.0  # a room waits for quiet, then its worker is fenced; others fail with that
 BEFORE_S = 0.1
 UNASKED_S = 2.0
-OUTAGE_S = 1.0  # an actor that is away for so long may let deadlines of a few seconds pass
+OUTAGE_S = 1.0  # actors that are away for so long may let deadlines of a few seconds pass
+SILENCE_S = 0.5  # a listener that is away for so long may not say in time that a room is quiet
 BACK, NOT_DEAD = "roles not back", "processes not dead"
 
 
@@ -64,8 +65,14 @@ class Fault:
     gone_s: float = 0.0  # when its row was empty, if that is all we know
 
     @property
+    def away_s(self) -> tuple[float, float]:
+        """From when until when it served nobody."""
+        return self.gone_s or self.begun_s, self.ended_s
+
+    @property
     def lasted_s(self) -> float:
-        return self.ended_s - (self.gone_s or self.begun_s)
+        left_s, back_s = self.away_s
+        return back_s - left_s
 
     def touches(self, opened_s: float, verdict_s: float) -> bool:
         after_s = AFTERMATH_S if self.role in WHOLE else MARGIN_S
@@ -100,16 +107,19 @@ class Faults:
         ]
 
     def outage(self, trees: Iterable[int], opened_s: float, verdict_s: float) -> bool:
-        """Was an actor away for long?  With a warm standby it is back in milliseconds."""
+        """Was an actor away for long, or one after the other while the room was open?  With a warm
+        standby each is back in milliseconds."""
         away = self.touching(trees, opened_s, verdict_s, Role.LISTENER, Role.WORKER)
-        return any(fault.lasted_s > OUTAGE_S for fault in away)
+        if any(fault.lasted_s > OUTAGE_S for fault in away):
+            return True
+        return covered_s((f.away_s for f in away), opened_s, verdict_s) > OUTAGE_S
 
     def silence(self, verdict_s: float) -> bool:
         """Was some listener away for long before then?  It may have been the one to say that a
         room is quiet, and the bound of that is short."""
         return any(
             fault.role is Role.LISTENER
-            and fault.lasted_s > OUTAGE_S
+            and fault.lasted_s > SILENCE_S
             and fault.begun_s <= verdict_s <= fault.ended_s + FENCE_S
             for fault in self.all
         )
@@ -134,6 +144,15 @@ class Faults:
             and fault.begun_s <= at_s <= fault.ended_s
             for fault in self._by_tree.get(tree, ())
         )
+
+
+def covered_s(spans: Iterable[tuple[float, float]], from_s: float, to_s: float) -> float:
+    """How much of a time they cover together."""
+    total_s, end_s = 0.0, from_s
+    for left_s, back_s in sorted(spans):
+        begin_s, end_s = max(left_s, end_s), max(end_s, min(back_s, to_s))
+        total_s += max(0.0, end_s - begin_s)
+    return total_s
 
 
 def read_faults(driver: NDArray[np.void], watcher: NDArray[np.void], findings: Findings) -> Faults:

@@ -3,15 +3,18 @@ rate.
 
 The bound is each place's own: whatever provokes a line ten thousand times a second, a frame or a
 connection from outside included, writes ten, and those of other places are not lost among them.
+What peers say of themselves stands in these lines, so an event is one line whatever they say.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 from pdrt.config import Settings
 
 LINES_A_SECOND = 10  # from one place in the code
+LINE_CHARS_MAX = 4096  # four times what a peer may name itself
 
 
 class Bounded(logging.Filter):
@@ -37,13 +40,34 @@ class Bounded(logging.Filter):
         return True
 
 
+class OneLine(logging.Formatter):
+    """No event begins another line, moves a terminal's cursor or goes on for ever.  Only a
+    traceback has lines of its own, which are indented."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = printable(record.message)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(f"  {printable(line)}" for line in lines)
+
+
+def printable(text: str) -> str:
+    """With escapes for what does not print, cut after LINE_CHARS_MAX."""
+    if len(text) > LINE_CHARS_MAX:
+        text = text[:LINE_CHARS_MAX] + "..."
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def start_logging(settings: Settings) -> None:
     """In each process, before anything is logged; once more does no harm."""
-    logging.basicConfig(
-        level=settings.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s "
-        f"role={settings.role} pid=%(process)d %(message)s",
-    )
+    handler = logging.StreamHandler()
+    role = f"role={settings.role} pid=%(process)d"
+    handler.setFormatter(OneLine(f"%(asctime)s %(levelname)s %(name)s {role} %(message)s"))
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
     for handler in logging.getLogger().handlers:
         if not any(isinstance(each, Bounded) for each in handler.filters):
             handler.addFilter(Bounded())

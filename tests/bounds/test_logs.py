@@ -11,7 +11,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdrt.logs import LINES_A_SECOND, Bounded
+from pdrt.logs import LINE_CHARS_MAX, LINES_A_SECOND, Bounded, OneLine
 
 LINES = 3
 
@@ -68,3 +68,21 @@ for number in range(10_000):
     seconds = len({line.split(",")[0] for line in lines})
     assert 0 < sum("Invalid HTTP" in line for line in lines) <= seconds * LINES_A_SECOND
     assert sum("something else" in line for line in lines) == 5
+
+
+@given(st.text(st.characters(), max_size=50) | st.just("x" * 10_000), st.booleans())
+def test_whatever_a_peer_says_of_itself_is_a_part_of_one_line(text: str, raised: bool) -> None:
+    line = logging.LogRecord("x", logging.WARNING, "x.py", 1, "decode=%s refused", (text,), None)
+    if raised:
+        try:
+            raise ValueError(text)
+        except ValueError:
+            line.exc_info = sys.exc_info()
+    said, *rest = OneLine("%(levelname)s %(message)s").format(line).split("\n")
+    assert said.startswith("WARNING decode=")
+    assert len(said) <= 2 * LINE_CHARS_MAX
+    assert all(each.isprintable() for each in (said, *rest))
+    assert all(each.startswith("  ") for each in rest), "it would look like another event"
+    assert bool(rest) is raised
+    if text.isprintable() and len(text) < LINE_CHARS_MAX // 2:
+        assert text in said

@@ -224,8 +224,19 @@ class ChildProcess:
 
     def uninterruptible(self) -> bool:
         """Whether its main thread waits inside the kernel, for a disk as a rule."""
-        stats = dict(self._threads("stat"))
-        return stats.get(self.pid, "").rpartition(")")[2][:2] == " D"
+        return self._state() == "D"
+
+    def stopped(self) -> bool:
+        """By a signal, or by a debugger."""
+        return self._state() in ("T", "t")
+
+    def _state(self) -> str:
+        """Of its main thread, as /proc has it; "" if we may open no descriptor to look."""
+        try:
+            with open(f"/proc/{self.pid}/stat") as text:
+                return text.read().rpartition(")")[2][1:2]
+        except OSError:
+            return ""
 
     def _threads(self, file: str) -> Iterator[tuple[int, str]]:
         """That file of every thread in /proc that is still there when its turn comes."""

@@ -21,6 +21,7 @@ class Child:
     deadline_ns: int = 0  # when the phase has lasted too long; in BACKOFF, when it is over
     pulse: Pulse = field(default_factory=Pulse)
     launched_ns: int = 0
+    stopped_ns: int = 0  # since when it was found stopped before it was ready; 0: it runs
     been_up: bool = False
     deliberate: bool = False  # this death was asked for
     blame: str = ""  # why it is being ended, if we end it
@@ -70,6 +71,12 @@ class Child:
         assert self.process is not None
         limit_ns = to_ns(self.spec.hang_s)
         return self.pulse.is_hung(now_ns, limit_ns=limit_ns, excuses=self.process)
+
+    def is_stopped(self, now_ns: int) -> bool:
+        """Has it, which has yet to show a pulse, been stopped for as long as makes it hung?"""
+        assert self.process is not None
+        self.stopped_ns = (self.stopped_ns or now_ns) if self.process.stopped() else 0
+        return self.stopped_ns > 0 and now_ns - self.stopped_ns > to_ns(self.spec.hang_s)
 
     def state(self, clock_ns: int) -> ChildState:
         return ChildState(

@@ -229,7 +229,7 @@ class Supervisor:
     def _adopt(self, child: Child, process: ChildProcess, ready_s: float, how: str) -> None:
         name, row = child.spec.name, child.spec.row
         self._loop.watch(process.pidfd, partial(self._on_exit, child))  # first: `stop` relies on it
-        child.launched_ns = self._loop.clock_ns
+        child.launched_ns, child.stopped_ns = self._loop.clock_ns, 0
         self._enter(child, Phase.STARTING, ready_s)
         failpoints.hit("supervisor.launch.before_row")
         self._board.incarnate(row, child.incarnation, process.pid)
@@ -256,6 +256,8 @@ class Supervisor:
         elif child.phase is Phase.STARTING and late:
             waited_s = (child.deadline_ns - child.launched_ns) / SECOND_NS
             self._kill(child, f"not ready within {waited_s:g} s")
+        elif child.phase is Phase.STARTING and child.is_stopped(self._loop.now_ns):
+            self._kill(child, f"stopped for {spec.hang_s:g} s before it was ready")
         elif child.phase is Phase.UP:
             self._feel_pulse(child)
         elif child.phase is Phase.STOPPING and late:
@@ -325,13 +327,8 @@ class Supervisor:
         """Restart, or not: the whole policy."""
         child.cause = cause
         level = logging.INFO if self._stopping or child.deliberate else logging.WARNING
-        logger.log(
-            level,
-            "ended name=%s incarnation=%d cause=%r",
-            child.spec.name,
-            child.incarnation,
-            child.cause,
-        )
+        name, incarnation = child.spec.name, child.incarnation
+        logger.log(level, "ended name=%s incarnation=%d cause=%r", name, incarnation, cause)
         if self._stopping:
             child.phase = Phase.DONE
         elif child.deliberate:

@@ -115,6 +115,9 @@ class Process:
     def uninterruptible(self) -> bool:
         return False
 
+    def stopped(self) -> bool:
+        return False  # the model's are late, or not
+
 
 class PromoterToProcess:
     def __init__(self, process: Process) -> None:

@@ -252,6 +252,39 @@ def test_a_stopped_child_is_killed_and_restarted(board: MemoryBoard) -> None:
         assert only(supervisor).cause == "hung: no pulse for 0.5 s"
 
 
+def test_a_child_that_is_stopped_before_it_is_ready_is_not_waited_for(board: MemoryBoard) -> None:
+    incarnate = board.incarnate
+
+    def stop_second(row: int, incarnation: int, pid: int) -> None:
+        incarnate(row, incarnation, pid)
+        if pid and incarnation == 2:
+            os.kill(pid, signal.SIGSTOP)
+
+    board.incarnate = stop_second  # type: ignore[method-assign]
+    child = spec(board, 0, kids.steady, hang_s=0.3, ready_s=10 * DEADLINE_S)
+    with supervised(child, board=board) as supervisor:
+        supervisor.start()
+        os.kill(pid_of(only(supervisor)), signal.SIGKILL)
+        turn_until(supervisor, is_up_again(supervisor, 3), "one that runs")
+        assert only(supervisor).cause == "stopped for 0.3 s before it was ready"
+
+
+def test_a_child_that_is_continued_before_it_is_ready_goes_on(board: MemoryBoard) -> None:
+    incarnate, started_ns = board.incarnate, time.monotonic_ns()
+
+    def stop(row: int, incarnation: int, pid: int) -> None:
+        incarnate(row, incarnation, pid)
+        if pid:
+            os.kill(pid, signal.SIGSTOP)
+            threading.Timer(0.3, os.kill, (pid, signal.SIGCONT)).start()
+
+    board.incarnate = stop  # type: ignore[method-assign]
+    with supervised(spec(board, 0, kids.steady, hang_s=5.0), board=board) as supervisor:
+        supervisor.start()
+        assert only(supervisor).incarnation == 1
+        assert time.monotonic_ns() - started_ns > 250_000_000
+
+
 def test_an_endless_loop_without_a_pulse_is_killed(board: MemoryBoard) -> None:
     child = spec(board, 0, kids.loops, hang_s=0.3, restart=Restart.TEMPORARY)
     with supervised(child, board=board) as supervisor:

@@ -68,6 +68,6 @@ def start_logging(settings: Settings) -> None:
     role = f"role={settings.role} pid=%(process)d"
     handler.setFormatter(OneLine(f"%(asctime)s %(levelname)s %(name)s {role} %(message)s"))
     logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])
-    for handler in logging.getLogger().handlers:
-        if not any(isinstance(each, Bounded) for each in handler.filters):
-            handler.addFilter(Bounded())
+    for used in logging.getLogger().handlers:
+        if not any(isinstance(each, Bounded) for each in used.filters):
+            used.addFilter(Bounded())

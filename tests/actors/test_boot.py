@@ -10,7 +10,7 @@ from pdrt.actors.boot import RegionFetch
 from pdrt.protocol.peers import instance_digest
 from pdrt.shm_status import memory_fd
 from pdrt.transports.base import TransportError
-from tests.attach_services import serve, turn
+from tests.attach.services import serve, turn
 from tests.waiting import wait_until
 
 

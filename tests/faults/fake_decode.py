@@ -39,7 +39,7 @@ from pdrt.shm_status import memory_fd
 from pdrt.transports.base import Region
 from pdrt.transports.nixl import NixlTransport
 from pdrt.transports.shm import ShmTransport
-from tests.attach_services import serve
+from tests.attach.services import serve
 from tests.waiting import wait_until
 
 DEADLINE_S = 10.0

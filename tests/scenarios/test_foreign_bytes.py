@@ -18,7 +18,7 @@ import pytest
 
 from pdrt.protocol.codec import Malformed, encode
 from pdrt.protocol.messages import NewsTaken
-from tests.attach_services import serve, turn
+from tests.attach.services import serve, turn
 from tests.mail.site import Site, collect
 from tests.waiting import wait_until
 

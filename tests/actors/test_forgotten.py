@@ -10,7 +10,7 @@ from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.mail.mailbox import Address
 from pdrt.protocol.messages import Destination
 from pdrt.protocol.states import KVPoll, Reason
-from tests.actors.test_world import moving, succeeds, until_state, until_verdict, verdict
+from tests.actors.steps import moving, succeeds, until_state, until_verdict, verdict
 from tests.actors.world import World
 
 

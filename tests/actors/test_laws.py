@@ -9,7 +9,7 @@ import pytest
 from pdrt.clock import SECOND_NS
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.shm_status import CLAIMED, NOBODY, Owner, pack
-from tests.actors.test_world import moving, succeeds
+from tests.actors.steps import moving, succeeds
 from tests.actors.world import World
 
 FREE, CLAIM = pack(0, False, 0, NOBODY, 4), pack(CLAIMED, False, 0, Owner(48, 1), 5)

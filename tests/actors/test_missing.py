@@ -9,7 +9,7 @@ from pdrt.actors.past import Room
 from pdrt.clock import MILLISECOND_NS
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.shm_status import Handle
-from tests.actors.test_world import succeeds, to_phase, until_verdict, verdict
+from tests.actors.steps import succeeds, to_phase, until_verdict, verdict
 from tests.actors.world import TIMEOUTS, World
 
 BEATS_MS = round(2 * TIMEOUTS.beat_s * 1000)

@@ -19,7 +19,7 @@ from tests.actors.mutants import (
     successes_are_forgotten,
     unmapped_is_quiet,
 )
-from tests.actors.test_world import moving, succeeds, to_phase, until_verdict, verdict
+from tests.actors.steps import moving, succeeds, to_phase, until_verdict, verdict
 from tests.actors.world import World
 
 LANDED = "bytes landed in free"

@@ -18,7 +18,7 @@ from pdrt.mail.mailbox import Address
 from pdrt.protocol.messages import AnyMessage, Ended, Opened
 from pdrt.protocol.states import Event, Reason
 from pdrt.shm_status import Word
-from tests.actors.test_world import succeeds, to_phase, until_verdict
+from tests.actors.steps import succeeds, to_phase, until_verdict
 from tests.actors.world import World
 
 LISTENER = "listener"

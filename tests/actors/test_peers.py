@@ -15,7 +15,7 @@ from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import AnyMessage, Hello, HelloReply, Introduction
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.shm_status import INCARNATION_MASK
-from tests.actors.test_world import moving, succeeds, until_verdict, verdict
+from tests.actors.steps import moving, succeeds, until_verdict, verdict
 from tests.actors.tree import Tree
 from tests.actors.world import TIMEOUTS, World
 

@@ -11,7 +11,7 @@ from pdrt.actors.decode_listener import DecodeListener
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.states import KVPoll, Reason
 from tests.actors.engines import Plan
-from tests.actors.test_world import (
+from tests.actors.steps import (
     ABORT_MS,
     moving,
     succeeds,

@@ -8,7 +8,7 @@ from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.transfer import TransferWorker
 from pdrt.protocol.messages import OLDEST, VERSION, Abort, AbortTaken, DestinationTaken, HelloReply
 from pdrt.protocol.states import KVPoll, Reason
-from tests.actors.test_world import moving, succeeds, until_state, until_verdict, verdict
+from tests.actors.steps import moving, succeeds, until_state, until_verdict, verdict
 from tests.actors.world import World
 
 

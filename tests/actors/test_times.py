@@ -10,7 +10,7 @@ from pdrt.protocol.counters import Counter
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.shm_status import ENTERED, StatusTable
 from tests.actors import schedule
-from tests.actors.test_world import moving, succeeds, until_state, until_verdict
+from tests.actors.steps import moving, succeeds, until_state, until_verdict
 from tests.actors.world import TIMEOUTS, World
 
 QUIET_MS = int(TIMEOUTS.quiet_s * 1000)

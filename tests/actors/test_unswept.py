@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from pdrt.protocol.states import ENFORCERS, ON_EXPIRY, OPEN, TIMEOUT_OF, KVPoll, Reason, Role
 from tests.actors import schedule
 from tests.actors.laws import SLACK_MS
-from tests.actors.test_world import moving, succeeds, to_phase, until_state, until_verdict, verdict
+from tests.actors.steps import moving, succeeds, to_phase, until_state, until_verdict, verdict
 from tests.actors.tree import Tree
 from tests.actors.world import TIMEOUTS, World
 

@@ -28,7 +28,7 @@ from pdrt.protocol.messages import Ended, Heartbeat, Introduced, Introduction, R
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.transports.base import TransferState
 from tests.actors.engines import Plan
-from tests.actors.test_world import succeeds, until_state, until_verdict, verdict
+from tests.actors.steps import succeeds, until_state, until_verdict, verdict
 from tests.actors.world import World
 
 ANOTHER = 50  # ids of the rooms that come after

@@ -17,8 +17,8 @@ from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import OLDEST, VERSION, Abort, AbortTaken, AnyMessage, Hello, HelloReply
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.shm_status import StatusTable
+from tests.actors.steps import moving, succeeds, until_state, until_verdict, verdict
 from tests.actors.test_mutants import Mutant
-from tests.actors.test_world import moving, succeeds, until_state, until_verdict, verdict
 from tests.actors.world import LAYOUT, World
 from tests.faults.trees import Tree, make_model
 from tests.origin.listeners import GUARD_S, LoneListener, lone_listener

@@ -9,8 +9,8 @@ from pdrt.clock import MILLISECOND_NS, SECOND_NS
 from pdrt.health import Health
 from pdrt.protocol.states import KVPoll
 from pdrt.shm_status import Owner, StatusTable
+from tests.actors.steps import succeeds
 from tests.actors.test_mutants import Mutant, holds_or_breaks
-from tests.actors.test_world import succeeds
 from tests.actors.world import TIMEOUTS, World
 from tests.origin.probes import Probe
 

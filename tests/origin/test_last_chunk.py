@@ -10,8 +10,8 @@ from pdrt.actors.transfer import TransferWorker
 from pdrt.engine.sender import KVSender
 from pdrt.protocol.messages import Chunk
 from pdrt.protocol.states import KVPoll
+from tests.actors.steps import until_verdict, verdict
 from tests.actors.test_mutants import Mutant, holds_or_breaks
-from tests.actors.test_world import until_verdict, verdict
 from tests.actors.world import World
 
 

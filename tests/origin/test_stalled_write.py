@@ -9,8 +9,8 @@ from pdrt.actors.moving import Room
 from pdrt.actors.transfer import TransferWorker
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.shm_status import StatusTable
+from tests.actors.steps import succeeds, until_state, until_verdict
 from tests.actors.test_mutants import Mutant, holds_or_breaks
-from tests.actors.test_world import succeeds, until_state, until_verdict
 from tests.actors.world import TIMEOUTS, World
 
 

@@ -13,8 +13,8 @@ from msgspec.structs import replace
 
 from pdrt.engine.room import KVRoom
 from pdrt.protocol.states import OPEN, Event, KVPoll, Reason
+from tests.actors.steps import succeeds, until_state, until_verdict, verdict
 from tests.actors.test_mutants import Mutant, holds_or_breaks
-from tests.actors.test_world import succeeds, until_state, until_verdict, verdict
 from tests.actors.world import LAYOUT, TIMEOUTS, World
 
 SECOND_MS = 1000

@@ -12,7 +12,7 @@ import pytest
 from pdrt.clock import MILLISECOND_NS
 from pdrt.protocol.states import KVPoll, Reason
 from tests.actors.engines import Engine
-from tests.actors.test_world import succeeds, until_state, verdict
+from tests.actors.steps import succeeds, until_state, verdict
 from tests.actors.world import TIMEOUTS, World
 
 MARGIN_MS = 500

@@ -12,7 +12,7 @@ from pdrt.clock import to_ns
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.states import KVPoll, Reason
 from tests.actors.laws import leftovers
-from tests.actors.test_world import succeeds, until_state, until_verdict, verdict
+from tests.actors.steps import succeeds, until_state, until_verdict, verdict
 from tests.actors.world import LAYOUT, TIMEOUTS, World
 
 PATIENT = replace(TIMEOUTS, bootstrap_s=10.0)

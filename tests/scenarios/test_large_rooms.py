@@ -12,7 +12,7 @@ import pytest
 from pdrt.actors import transfer
 from pdrt.protocol.states import KVPoll
 from pdrt.transports.fake import FakeTransport
-from tests.actors.test_world import until_state, until_verdict, verdict
+from tests.actors.steps import until_state, until_verdict, verdict
 from tests.actors.world import LAYOUT, TIMEOUTS, World
 
 PIECE_PAGES, LARGE_PAGES, SMALL = 4, 40, range(2, 6)

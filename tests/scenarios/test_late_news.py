@@ -9,7 +9,7 @@ import pytest
 
 from pdrt.protocol.messages import Landed
 from pdrt.protocol.states import KVPoll, Reason
-from tests.actors.test_world import moving, succeeds, until_verdict, verdict
+from tests.actors.steps import moving, succeeds, until_verdict, verdict
 from tests.actors.world import World
 
 ROOMS = 60

@@ -9,8 +9,8 @@ import pytest
 
 from pdrt.protocol.states import KVPoll, Reason
 from tests.actors.mutants import no_fence
+from tests.actors.steps import moving, succeeds, until_state, until_verdict, verdict
 from tests.actors.test_mutants import LANDED, Mutant, holds_or_breaks
-from tests.actors.test_world import moving, succeeds, until_state, until_verdict, verdict
 from tests.actors.world import TIMEOUTS, World
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from pdrt.protocol.layout import Layout
 from pdrt.protocol.states import KVPoll, Reason, Role
-from tests.actors.test_world import until_verdict
+from tests.actors.steps import until_verdict
 from tests.actors.world import LAYOUT, World
 from tests.scenarios.pairs import has_verdict, plan_pair, verdict_of
 

@@ -10,7 +10,7 @@ import pytest
 from pdrt.protocol.messages import PeerUp
 from pdrt.protocol.states import OPEN, KVPoll, Reason
 from tests.actors.engines import Plan
-from tests.actors.test_world import succeeds, until_verdict, verdict
+from tests.actors.steps import succeeds, until_verdict, verdict
 from tests.actors.world import TIMEOUTS, World
 
 

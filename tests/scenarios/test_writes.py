@@ -14,7 +14,7 @@ from pdrt.errors import QueueFull
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.transports.base import TransportError
 from pdrt.transports.fake import FakeTransport
-from tests.actors.test_world import succeeds, until_verdict, verdict
+from tests.actors.steps import succeeds, until_verdict, verdict
 from tests.actors.world import World
 
 Break = Callable[[World, pytest.MonkeyPatch], None]

@@ -11,7 +11,7 @@ from pdrt.config import Settings
 from pdrt.errors import BadConfig
 from pdrt.protocol.states import KVPoll, Reason
 from tests.actors.engines import Plan
-from tests.actors.test_world import succeeds
+from tests.actors.steps import succeeds
 from tests.actors.world import TIMEOUTS, World
 from tests.scenarios.pairs import has_verdict
 

@@ -29,7 +29,7 @@ from pdrt.protocol.states import KVPoll
 from pdrt.transports.base import TransportError
 from pdrt.transports.metadata import FakeMetadata, encode
 from stress.fuzz.hostile import Known, Names
-from tests.actors.test_world import succeeds, until_state, until_verdict, verdict
+from tests.actors.steps import succeeds, until_state, until_verdict, verdict
 from tests.actors.tree import Process, Tree
 from tests.actors.world import World
 

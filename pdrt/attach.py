@@ -244,6 +244,14 @@ class AttachService:
         that incarnation of our worker offered it?"""
         return self._mapped[peer, rank, epoch] > 0
 
+    def recall(self) -> None:
+        """Hang up on whoever maps what a dead worker of ours offered.  It lets go then, and hangs
+        up, too; only by that do we know that it has."""
+        for fd, (_, rank, epoch) in self._peers.items():
+            if epoch != self._worker_epoch(rank):
+                with contextlib.suppress(OSError):  # it is just going
+                    self._clients[fd].shutdown(socket.SHUT_WR)
+
     def accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
             client, _ = self._server.accept()

@@ -292,7 +292,7 @@ class Runtime:
                 fence=lambda row, reason: supervisor.restart(self._names[row], reason),
                 wake=wake,
             )
-            self.board.sweep = partial(self._turn, janitor, wake)
+            self.board.sweep = partial(self._turn, service, janitor, wake)
             supervisor.add_timer(SWEEP_S, self.board.sweep)
             self._health_server.start()
             try:
@@ -301,13 +301,14 @@ class Runtime:
                 service.close()
                 self._health_server.stop()
 
-    def _turn(self, janitor: Janitor, wake: Waker) -> None:
+    def _turn(self, service: AttachService, janitor: Janitor, wake: Waker) -> None:
         now_ns = monotonic_ns()
         self.health.turned_ns = now_ns
         self.table.beat(now_ns)
         fresh = self.supervisor.callback_errors_count - self._callback_errors_count
         self.table.count(Counter.CALLBACK_ERRORS, fresh)
         self._callback_errors_count += fresh
+        service.recall()
         janitor.sweep(now_ns)
         wake.flush()
 

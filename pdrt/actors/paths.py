@@ -1,7 +1,7 @@
 """A worker's paths to decodes' agents: chosen, connected, warmed, reported, and let go of.
 
     PeerUp -> connecting -> open | refused -> PeerWarm to our listener
-    PeerGone, or another incarnation of the agent -> leaving -> disconnected
+    PeerGone, another incarnation of the agent, or its death -> leaving -> disconnected
 
 A path that leaves stays connected for as long as a room that ends needs it for its fence.  If the
 same agent is back by then, it gets its path back.
@@ -178,14 +178,22 @@ class Paths:
         warm = PeerWarm(path.instance, self._region.rank, epoch, name, path.detail)
         self._mailbox.post(LISTENER, warm)
 
+    def _to_the_dead(self) -> list[Path]:
+        names = {name for transport in self._transports.values() for name in transport.lost()}
+        return [path for path in self._paths.values() if path.name in names] if names else []
+
     def let_go(self, needed: list[Path | None], now_ns: int) -> None:
         """Disconnect the paths that leave, except those that are still needed.  Those that stay are
-        mentioned now and then: our listener may be another one and not know to whom they lead."""
+        mentioned now and then: our listener may be another one and not know to whom they lead.
+        One that leads to the dead leaves though nobody has told us: what it maps there is not quiet
+        before, and a decode that has no room with us says nothing."""
         if now_ns - self._mentioned_ns >= MENTION_NS:
             self._mentioned_ns = now_ns
             for path in self._paths.values():
                 if path.reported:
                     self._report(path)
+        for path in self._to_the_dead():
+            self.gone(path.instance)  # its rooms end as their decode says
         for path in list(self._leaving):
             if path in needed:
                 continue

@@ -97,6 +97,10 @@ class Transport(Protocol):
     def release(self, handle: int) -> None:
         """Give the handle back.  Not a cancel."""
 
+    def lost(self) -> Sequence[str]:
+        """Connected peers that are known to be dead, until they are disconnected.  Whoever is not
+        named may be dead too."""
+
     def progress(self) -> None:
         """Let incoming traffic move.  Cheap; called from the worker's loop."""
 

@@ -169,6 +169,10 @@ class FakeTransport:
         """See Transport.  What was posted still lands."""
         self._operations.pop(handle)
 
+    def lost(self) -> list[str]:
+        """See Transport.  Nobody is known to be."""
+        return []
+
     def progress(self) -> None:
         """See Transport.  One poll for the oldest operation to each peer."""
         for link in self._links:

@@ -50,10 +50,8 @@ ERRORS = (
 PROGRESS_DELAY_US = 20_000  # traffic on a socket wakes it sooner; idle it takes 0.1 % of a core
 ABANDONED_POLLED_MAX = 64  # in one call of `progress`
 
-# Our scratch: fences read the peer's SOURCE into our SINK, so no two fences touch the same bytes
-# with different values.
-FENCE_BYTES = 8
-SINK, SOURCE = 0, 8
+# Our scratch: fences read the peer's SOURCE into our SINK, and all read the same value.
+FENCE_BYTES, SINK, SOURCE = 8, 0, 8
 
 
 @dataclass(frozen=True)
@@ -254,6 +252,10 @@ class NixlTransport:
         if transfer.state is TransferState.PENDING:
             self._abandoned.append(transfer)
 
+    def lost(self) -> list[str]:
+        """See Transport.  UCX does not say; a write to the dead fails."""
+        return []
+
     def progress(self) -> None:
         """See Transport.  Also ends what was released while it moved."""
         opened = self._open()
@@ -328,8 +330,7 @@ class NixlTransport:
             self._finish(transfer, TransferState.FAILED)
 
     def _finish(self, transfer: _Transfer, state: TransferState) -> None:
-        transfer.state = state
-        request, transfer.request = transfer.request, None
+        transfer.state, request, transfer.request = state, transfer.request, None
         opened = self._open()
         try:
             request.release()

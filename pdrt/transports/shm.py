@@ -7,7 +7,8 @@ any further: a fence needs to wait only for earlier writes that are still wanted
 
 The peer's side of a fence is the connection that came with its region.  We hold it for as long as
 we map the region; when it ends (we disconnected, closed or died) the peer knows that nothing of
-ours can land any more.  When the peer's end of it closes, writes to the peer become FAILED.
+ours can land any more.  When the peer's end of it closes, which its supervisor sees to when the
+worker is dead that offered the region, writes to the peer become FAILED and it is `lost`.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ class ShmTransport:
         self._tables = Tables[None]()
         self._jobs = Handles[_Job](handles_max)
         self._queue: deque[_Job] = deque()
+        self._ends = select.poll()  # of all connections, so that one call tells who hung up
+        self._names: dict[int, str] = {}  # of peers, by connection
 
     def open(self, agent: str, region: Region, scratch_offset: int) -> bytes:
         """See Transport.  The scratch is not used."""
@@ -153,7 +156,9 @@ class ShmTransport:
             fetched = connecting.fetch.poll()
             if fetched is None:
                 return
-            self._peers[peer] = _map_peer(*fetched, connecting.region_bytes)
+            known = self._peers[peer] = _map_peer(*fetched, connecting.region_bytes)
+            self._names[known.connection_fd] = peer
+            self._ends.register(known.connection_fd, select.POLLRDHUP)
             job.state = TransferState.DONE
         except (OSError, TransportError) as error:
             log.warning("peer=%s does not give out its region: %s", peer, error)
@@ -175,6 +180,8 @@ class ShmTransport:
         self._tables.drop(peer)
         # Unmapped first: the end of the connection tells the peer that it is.
         known.region.close()
+        del self._names[known.connection_fd]
+        self._ends.unregister(known.connection_fd)
         os.close(known.connection_fd)
 
     def prepare(self, peer: str | None, grids: Sequence[Grid]) -> int:
@@ -218,6 +225,10 @@ class ShmTransport:
         if job.state is TransferState.PENDING and job.peer in self._peers:
             self._queue.remove(job)
             self._peers[job.peer].queued -= 1
+
+    def lost(self) -> list[str]:
+        """See Transport.  Those whose supervisor hung up."""
+        return [self._names[fd] for fd, _ in self._ends.poll(0)] if self._names else []
 
     def progress(self) -> None:
         """See Transport.  Incoming traffic moves without us; this copies up to the budget."""

@@ -13,11 +13,13 @@ from stress.cascades.rig import Rig
 from stress.cascades.trees import Held
 
 CLIENTS = 60
-OPEN_S, OVER_S = 20.0, 20.0
+SETTLED_S, OPEN_S, OVER_S = 20.0, 20.0, 20.0
 
 
 def kill_all(rig: Rig, source: random.Random, cycle: int) -> str:
     """A sentence if their rooms do not end.  Nobody else may be hit meanwhile."""
+    if not rig.until(lambda: _settled(rig), SETTLED_S):
+        return f"cycle {cycle}: what dead engines left was not cleared within {SETTLED_S:g} s"
     turn = rig.lanes.get(lanes.ASK) + 1
     crowd = [_client(rig, source, cycle, number, turn) for number in range(CLIENTS)]
     rig.lanes.set(lanes.ASK, turn)
@@ -39,6 +41,11 @@ def kill_all(rig: Rig, source: random.Random, cycle: int) -> str:
         for held in crowd:
             held.signal(signal.SIGKILL)
             held.close()
+
+
+def _settled(rig: Rig) -> bool:
+    """Has every engine its pages?  One that has not opens no room, and those of clients wait."""
+    return all(rig.lanes.player(number, lanes.SETTLED) for number in range(len(rig.trees)))
 
 
 def _client(rig: Rig, source: random.Random, cycle: int, number: int, turn: int) -> Held:

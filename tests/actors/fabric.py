@@ -49,6 +49,9 @@ class ShmLike(NixlLike):
         super().__init__(fabric)
         self._buried = fabric.buried
 
+    def lost(self) -> list[str]:
+        return [name for name in self._peers if name in self._buried]
+
     def connect(self, peer: str, metadata: bytes) -> int:
         agent = decode(metadata, FakeMetadata).agent
         if agent in self._buried:

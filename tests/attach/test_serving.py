@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 import msgspec
 import pytest
@@ -123,6 +124,36 @@ def test_a_dead_workers_region_is_not_given_out_and_stays_counted(tree: Tree) ->
     line.close()
     tree.turn_until(lambda: not tree.service.mapped(PEER, 0, 5), "the end of the old")
     assert tree.service.mapped(PEER, 0, 6)
+
+
+def test_who_maps_what_a_dead_worker_offered_is_asked_to_let_go_and_counted_until_then(
+    tree: Tree,
+) -> None:
+    lines = []
+    for rank in (0, 1):
+        _, fds, line = tree.ask(region_of(rank))
+        close_all(fds)
+        line.setblocking(False)
+        lines.append(line)
+
+    def heard(line: socket.socket) -> bytes | None:
+        try:
+            return line.recv(1)
+        except BlockingIOError:
+            return None
+
+    tree.service.recall()
+    assert [heard(line) for line in lines] == [None, None]
+    for living in (0, 6):
+        tree.epochs[0] = living
+        tree.service.recall()
+        tree.turn()
+        assert [heard(line) for line in lines] == [b"", None]
+        assert tree.service.mapped(PEER, 0, 5)
+    lines[0].close()
+    tree.service.recall()
+    tree.turn_until(lambda: not tree.service.mapped(PEER, 0, 5), "the end of its line")
+    assert tree.service.mapped(PEER, 1, 5)
 
 
 @pytest.mark.parametrize("ask", [region_of(2), region_of(255), region_of(0, "")])

@@ -255,6 +255,18 @@ class Conformance:
         rig.wait_for(write_fails)
         assert rig.finish(rig.write("standing", [0], [0])) is DONE
 
+    def test_no_living_peer_is_lost_and_a_lost_one_is_so_until_it_is_forgotten(self, rig):
+        peer = rig.connected("dying")
+        assert list(rig.transport.lost()) == []
+        peer.freeze()  # silence is no death
+        assert list(rig.transport.lost()) == []
+        peer.kill()
+        if rig.hears_of_deaths:
+            rig.wait_for(lambda: list(rig.transport.lost()) == ["dying"])
+            assert list(rig.transport.lost()) == ["dying"]
+        rig.transport.disconnect("dying")
+        assert list(rig.transport.lost()) == []
+
     def test_a_frozen_peer_slows_nobody(self, rig):
         frozen = rig.connected("frozen")
         frozen.freeze()

@@ -139,10 +139,18 @@ class Rig:
     """The initiator, its memory, and a way to make peers.
 
     memory: [OURS.length_bytes] uint8, our region, filled with random bytes.
+    hears_of_deaths: this transport is told when a peer has died.
     """
 
-    def __init__(self, transport: Transport, start_peer: Callable[[str], Peer]) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        start_peer: Callable[[str], Peer],
+        *,
+        hears_of_deaths: bool = False,
+    ) -> None:
         self.transport = transport
+        self.hears_of_deaths = hears_of_deaths
         self._start_peer = start_peer
         self._peers: list[Peer] = []  # of the test that runs
         self._names: list[str] = []  # under which it connected to them
@@ -250,7 +258,7 @@ def shm_rig(budget_bytes: int) -> Rig:
     transport = ShmTransport(
         address="@ours", key="ours", open_region=open_region, budget_bytes=budget_bytes
     )
-    return Rig(transport, start)
+    return Rig(transport, start, hears_of_deaths=True)
 
 
 def fake_rig(polls: int) -> Rig:

@@ -247,8 +247,9 @@ class AttachService:
     def recall(self) -> None:
         """Hang up on whoever maps what a dead worker of ours offered.  It lets go then, and hangs
         up, too; only by that do we know that it has."""
+        living = [self._worker_epoch(rank) for rank in range(len(self._regions))]
         for fd, (_, rank, epoch) in self._peers.items():
-            if epoch != self._worker_epoch(rank):
+            if epoch != living[rank]:
                 with contextlib.suppress(OSError):  # it is just going
                     self._clients[fd].shutdown(socket.SHUT_WR)
 

@@ -2,20 +2,24 @@
 
     fail -> Abort, again and again until AbortTaken -> and once a second until the room is quiet
 
+What its listener has taken is lost with it, and its half of a room may still be to come.  So a new
+one hears again what was told to its predecessor lately.
+
 A prefill is believed that a room is quiet only in its present session: what its listener said
 before a restart may have been overtaken by its successor, which was sent the destination again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import numpy as np
 
 from pdrt import failpoints
 from pdrt.actors.prefills import Prefill, Prefills
-from pdrt.clock import MILLISECOND_NS, to_ns
+from pdrt.clock import MILLISECOND_NS, SECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
@@ -36,6 +40,7 @@ from pdrt.shm_status import (
 PAUSE_MAX_NS = 1000 * MILLISECOND_NS
 UNANSWERED = (Reason.PEER_LOST, Reason.BOOTSTRAP_TIMEOUT)
 FAILING_MAX = 65536  # rooms that are told again and again
+AGAIN_MAX, AGAIN_NS = 1024, 5 * SECOND_NS  # ends that a new listener of prefill's hears again
 
 
 @dataclass(slots=True)
@@ -54,6 +59,8 @@ class Room:
     failed: bool = False
     abort: Abort | None = None
     told: bool = False  # prefill knows that the room failed
+    told_ns: int = 0  # since when, by us
+    told_session: str = ""  # which of its listeners does
     until_ns: int = 0
 
 
@@ -74,6 +81,7 @@ class Failing:
         self._prefills = prefills
         self._wake = wake
         self._rooms: dict[Handle, Room] = {}
+        self._told: deque[Room] = deque(maxlen=AGAIN_MAX)
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -141,6 +149,11 @@ class Failing:
         self.hear(sender, taken)
         room = self._rooms.get(Handle(taken.room, taken.slot, taken.generation))
         if room is not None:
+            if not room.told:
+                prefill = self._prefills.get(room.peer)
+                room.told_session = prefill.session if prefill is not None else ""
+                room.told_ns = room.told_ns or now_ns
+                self._told.append(room)
             room.told = True
             room.due_ns = now_ns + PAUSE_MAX_NS  # and ask again, should the quiet be lost
             self._drop_if_over(room, now_ns)
@@ -167,9 +180,13 @@ class Failing:
             del self._rooms[room.handle]
         return over
 
-    def adopt(self, prefill: Prefill, now_ns: int) -> None:
-        """Rooms that failed under a listener before us: only this prefill can say that they are
-        quiet, and it may not even know that they failed."""
+    def adopt(self, prefill: Prefill, now_ns: int, in_use: Container[int]) -> None:
+        """Prefill's listener may be new: tell it what its predecessor had taken, but of ids that
+        mean another room by now.  Or we are: rooms that failed before us, only this prefill can
+        say that they are quiet, and it may not even know that they failed."""
+        for room in [r for r in self._told if r.peer == prefill.peer]:
+            if room.told_session != prefill.session and room.handle.room not in in_use:
+                self._tell_again(room, now_ns)
         slots = self._table.live_slots()
         rows = self._table.rows(slots)
         failed = rows[:, 0] & np.uint64(STATE_MASK | QUIET_BIT) == KVPoll.Failed
@@ -182,6 +199,13 @@ class Failing:
             if handle not in self._rooms and word is not None:
                 room = Room(handle, row[OPENER // 8] >> 40, prefill.peer)
                 self.fail(room, word.reason, now_ns, tell=True)
+
+    def _tell_again(self, room: Room, now_ns: int) -> None:
+        self._told.remove(room)
+        if now_ns - room.told_ns < AGAIN_NS:
+            room.told, room.until_ns = False, now_ns + to_ns(self._timeouts.quiet_s)
+            self._rooms[room.handle] = room
+            self._send(room, now_ns)
 
     def disown(self, sender: Address, slot: int, generation: int) -> None:
         """Prefill waits for a room that failed here, and the abort was lost: say it again."""

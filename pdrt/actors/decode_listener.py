@@ -169,7 +169,8 @@ class DecodeListener:
                 room.due_ns, room.pause_ns = now_ns, 0  # a new listener has yet to hear of it
                 self._peer_known(room, prefill, now_ns)
                 self._send_destination(room, now_ns)
-        self._failing.adopt(prefill, now_ns)
+        in_use = {room.handle.room for room in self._rooms.values()}
+        self._failing.adopt(prefill, now_ns, in_use)
 
     def _fault_all(
         self, prefill: Prefill, reason: Reason, now_ns: int, *, tell: bool = True
@@ -393,5 +394,5 @@ class DecodeListener:
                 self._post_destination(room, room.destination, prefill)
                 continue
             id_, slot, generation = room.handle
-            expect = Expect(id_, room.rank, slot, generation, self._instance, sent=room.taken)
-            self._mailbox.post(prefill.link, expect)
+            whose = id_, room.rank, slot, generation, self._instance
+            self._mailbox.post(prefill.link, Expect(*whose, room.taken, room.session))

@@ -44,6 +44,7 @@ class GivenUp(NamedTuple):
     until_ns: int
     theirs: Theirs
     reason: Reason
+    quiet: bool  # it was told so
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class Room:
     matched: bool = False  # by us: so the worker has no other destination for it
     failed: bool = False
     fenced: bool = False  # nothing can land at decode any more
+    doubted: bool = False  # of ours, that is: another prefill had its destination, see `doubts`
     reason: Reason = Reason.NONE
     told_quiet: bool = False
     by_shm: bool = False  # then our worker's death ends its writes, too
@@ -71,6 +73,11 @@ class Room:
     @property
     def key(self) -> Key:
         return self.handle.room, self.rank
+
+    @property
+    def is_quiet(self) -> bool:
+        """May decode be told that nothing can land?"""
+        return self.fenced and (self.destination is not None or not self.doubted)
 
 
 class Past:
@@ -164,7 +171,7 @@ class Past:
         return self._end(key, theirs, reason, quiet=True)
 
     def fail(self, room: Room) -> None:
-        self._end(room.key, room.theirs, room.reason, quiet=room.fenced)
+        self._end(room.key, room.theirs, room.reason, quiet=room.is_quiet)
 
     def succeed(self, room: Room, moved_bytes: int) -> None:
         instance, slot, generation = room.theirs
@@ -184,8 +191,15 @@ class Past:
         self._end(key, theirs, Reason.PEER_ABORTED, quiet=quiet)
         if not opened:
             self._given_up.pop(key, None)
-            end = GivenUp(now_ns + self._give_up_ns, theirs, told_by_peer(abort.reason))
+            until_ns = now_ns + self._give_up_ns
+            end = GivenUp(until_ns, theirs, told_by_peer(abort.reason), quiet)
             self.remember(self._given_up, key, end)
+
+    def doubts(self, asked: Destination | Expect | Abort) -> bool:
+        """Was its destination sent to another prefill first, which had our address before us?  Then
+        nothing that becomes of a room of ours says that no byte can land there."""
+        instance, _, _ = asked.session.rpartition("#")
+        return bool(instance) and instance != self._session.rpartition("#")[0]
 
     def take_given_up(self, key: Key, now_ns: int) -> GivenUp | None:
         """Who gave up the room that has just been opened here, and why."""

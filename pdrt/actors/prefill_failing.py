@@ -129,16 +129,18 @@ class Failing:
             if room.fenced:
                 self._drop(room)
             return
-        room.told_quiet = room.fenced
+        room.told_quiet = room.is_quiet
         room.abort_due_ns = now_ns + to_ns(self._timeouts.resend_s)
         self._table.count(Counter.ABORTS_SENT)
         self._mailbox.post(decode.address, self._past.over[room.theirs])
 
     def taken(self, taken: AbortTaken) -> None:
+        """Decode knows; perhaps, if that was on its way for long, only what we said before the
+        fence.  Then it has yet to hear of that."""
         room = self._by_theirs.get(theirs_of(taken))
-        if room is not None:
+        if room is not None and (taken.quiet or not room.told_quiet):
             room.abort_due_ns = 0
-            if taken.quiet and room.told_quiet:
+            if room.told_quiet:
                 self._drop(room)
 
     def repeat(self, now_ns: int) -> None:

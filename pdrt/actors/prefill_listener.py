@@ -171,7 +171,7 @@ class PrefillListener:
         if early is not None:
             self._match(room, early, now_ns)
         elif (given_up := past.take_given_up(room.key, now_ns)) is not None:
-            room.theirs = given_up.theirs
+            room.theirs, room.doubted = given_up.theirs, not given_up.quiet
             self._fault(room, given_up.reason, now_ns, tell=False)
 
     def _on_destination(self, sender: Address, destination: Destination, now_ns: int) -> None:
@@ -249,7 +249,7 @@ class PrefillListener:
             room = self._past.take_unclaimed((asked.room, asked.rank), now_ns)
             if room is None:
                 return False
-            room.theirs = theirs
+            room.theirs, room.doubted = theirs, self._past.doubts(asked)
             self._failing.claim(room, now_ns, tell=True)
         self._mailbox.post(sender, self._past.over[theirs])
         return True
@@ -260,6 +260,7 @@ class PrefillListener:
         key, theirs = (expect.room, expect.rank), theirs_of(expect)
         room = self._by_id.get(key)
         if room is not None and room.destination is None:
+            room.doubted |= self._past.doubts(expect)
             self._claim(room, theirs, now_ns)
             return
         destination = self._past.early.get(key) if room is None else room.destination
@@ -281,10 +282,11 @@ class PrefillListener:
         if theirs in past.over:
             pass  # a repeat, or our own room had ended before
         elif room is not None and room.theirs in (NOBODY, theirs):
+            room.doubted |= room.theirs == NOBODY and past.doubts(abort)
             room.theirs = theirs
             self._fault(room, told_by_peer(abort.reason), now_ns, tell=False)
         elif (failed := past.take_unclaimed(key, now_ns)) is not None:
-            failed.theirs = theirs
+            failed.theirs, failed.doubted = theirs, past.doubts(abort)
             self._failing.claim(failed, now_ns, tell=False)
         else:
             past.give_up(key, abort, now_ns, opened=room is not None)

@@ -146,6 +146,7 @@ class Expect(Message, frozen=True, array_like=True, tag=12):
     generation: U32
     instance: Text
     sent: bool  # the destination has left; a prefill that does not know the room must say so
+    session: Text = ""  # the first that was sent the destination, as in an Abort
 
 
 class Abort(Message, frozen=True, array_like=True, tag=13):

@@ -52,6 +52,7 @@ ONE_ROOM = ("ROOMS=1", "ABORTS=0")
 NO_LOSS = ("LOSSES=0", "REPEATS=0")
 BOTH_RESTART = ("ROOMS=1", "DECODE_RESTARTS=1", *NO_LOSS)
 DECLINED = (*ONE_ROOM, "RESTARTS=0", "DECLINES=1")
+REUSED = (*ONE_ROOM, *NO_LOSS, "REUSED")
 FROZEN = ("ROOMS=1", "ABORTS=0", "RESTARTS=0", "REPEATS=0", "LOSSES=0", "FREEZES")
 BY_MESSAGES = ("PATIENT", "ROOMS=1", "REPEATS=0")
 MESSAGES_ALONE = (*BY_MESSAGES, "ABORTS=0")
@@ -127,6 +128,8 @@ RUNS: tuple[Run, ...] = (
         quick=("REUSE_ON_VERDICT", "QUIET_OF_UNKNOWN", "LANDED_EARLY"),
     ),
     *mutants(SIDES, *DECLINED, *NO_LOSS, of=("DECLINE_OPEN",), quick=("DECLINE_OPEN",)),
+    holds(SIDES, "a restart of prefill, ids used again", *REUSED, large=False),
+    *mutants(SIDES, *REUSED, of=("QUIET_OF_ANOTHER",)),
     holds(SIDES, "a frozen wire", *FROZEN, ltl="every_room_ends"),
     *mutants(SIDES, *FROZEN, of=("NO_DEADLINE", "NO_FORCED_FENCE"), ltl="every_room_ends"),
     holds(SIDES, "by messages alone, an abort", *BY_MESSAGES, ltl="every_room_ends", quick=True),

@@ -8,7 +8,8 @@
  * is two writes.  A tree that is restarted forgets everything but what is in the air: over nixl the
  * writes of a dead prefill still land.  Sessions are prefill's incarnations, epochs those of
  * decode's worker; a write to a dead worker's memory lands nowhere.  The handshake is left out:
- * decode may learn the present session at any moment, and so late.
+ * decode may learn the present session at any moment, and so late.  With REUSED a prefill that was
+ * restarted may be asked for a room again.
  *
  * Safe:  no byte lands in pages that belong to another room or to nobody (no page reused before
  *        quiet); Success means every byte.
@@ -16,7 +17,11 @@
  *        with PATIENT (no deadline, no forced fence, no restart; losses come to an end) all that is
  *        done by messages alone, and a room that nobody gave up is a Success.
  *
+ * With TELL each move is told (`EV`), so that stress/models/replay_sides.py can have pdrt's actors do
+ * the same; what ends rooms begins only after so many lines (CALM_LINES), or no room would get far.
+ *
  * Mutants (-D): REUSE_ON_VERDICT QUIET_OF_UNKNOWN QUIET_UNFENCED LANDED_EARLY ANY_EPOCH DECLINE_OPEN
+ *               QUIET_OF_ANOTHER
  *               live: NO_DEADLINE NO_FORCED_FENCE
  *               patient: FORGET_DESTINATION FORGET_LANDED FORGET_ABORT FORGET_DECLINE
  */
@@ -79,6 +84,8 @@ byte session = 1, p[ROOMS + 1] = NONE;
 bool opened[ROOMS + 1]; /* the router asks it once a room */
 bool p_quiet[ROOMS + 1], fenced[ROOMS + 1], p_told[ROOMS + 1];
 byte written[ROOMS + 1];
+bool early[ROOMS + 1];  /* its destination came before the router asked us */
+bool claimed[ROOMS + 1];        /* decode has asked for it, so we know whom to tell */
 
 byte aborts = ABORTS, losses = LOSSES, repeats = REPEATS, restarts = RESTARTS;
 byte decode_restarts = DECODE_RESTARTS, declines = DECLINES;
@@ -110,6 +117,28 @@ bool said_abort[ROOMS + 1];
 #else
 #define ABORT_DUE(i) true
 #define ABORT_SAID(i)
+#endif
+
+#ifdef TELL
+mtype = { opens, declines_it, asks, gives_up, learns, runs_out, clears, says, hears,
+    p_opens, p_declines, p_gives_up, p_runs_out, p_moves, p_writes, p_succeeds, p_fences, p_unfenced,
+    p_restarts, p_says, p_hears, lands, loses, doubles, turns, nothing };
+mtype answered = nothing;
+bit answered_q;
+short lines;
+#ifndef CALM_LINES
+#define CALM_LINES 0
+#endif
+#define BY_NOW (lines >= CALM_LINES)
+#define ANSWERED(kind, q) answered = kind; answered_q = q;
+#define TOLD(what, kind, room, s, q) \
+    printf("EV %e %e %d %d %d %e %d %d %d %d %d %d %d %d %d\n", what, kind, room, s, q, \
+        answered, answered_q, d, d_quiet, g, placed, p[1], p_quiet[1], p[2], p_quiet[2]); \
+    lines++; answered = nothing; answered_q = 0;
+#else
+#define BY_NOW true
+#define ANSWERED(kind, q)
+#define TOLD(what, kind, room, s, q)
 #endif
 
 inline d_fail() /* states.quiet_at; a room that was declined never had pages */
@@ -144,34 +173,38 @@ inline next_room() { d = NONE; d_quiet = false; d_taken = false; d_told = false;
 active proctype Decode() /* engine, janitor, and what the listener knows of peers */
 {
     do
-    :: atomic { d == NONE && g <= ROOMS -> d = BOOTSTRAPPING }
+    :: atomic { d == NONE && g <= ROOMS -> d = BOOTSTRAPPING; TOLD(opens, nothing, g, 0, 0) }
 #if DECLINES                                            /* prefill is told all the same */
 #ifdef FORGET_DECLINE
     :: atomic { d == NONE && g <= ROOMS && declines -> declines--; next_room() }
 #else
-    :: atomic { d == NONE && g <= ROOMS && declines -> declines--; asked = known; d_fail() }
+    :: atomic { d == NONE && g <= ROOMS && declines -> declines--; asked = known; d_fail();
+        TOLD(declines_it, nothing, g, 0, 0) }
 #endif
 #endif
     :: atomic { d == BOOTSTRAPPING ->                   /* send_metadata: first the move */
         assert(pages == 0);
-        pages = g; placed = 0; d = TRANSFERRING; asked = known; sent_epoch[g] = epoch }
-    :: atomic { OPEN(d) && asked && aborts -> aborts--; d_fail() }
+        pages = g; placed = 0; d = TRANSFERRING; asked = known; sent_epoch[g] = epoch;
+        TOLD(asks, nothing, g, 0, 0) }
+    :: atomic { OPEN(d) && asked && aborts && BY_NOW -> aborts--; d_fail(); TOLD(gives_up, nothing, g, 0, 0) }
     :: atomic { known != session ->                     /* a hello: PEER_RESTARTED */
         known = session;
         if
-        :: OPEN(d) && asked -> d_fail()
+        :: OPEN(d) -> d_fail()
+        :: d == FAILED -> asked = 0                     /* there is nobody to tell any more */
         :: else
-        fi }
+        fi;
+        TOLD(learns, nothing, g, session, 0) }
 #ifndef PATIENT
 #ifndef NO_DEADLINE
-    :: atomic { OPEN(d) -> d_fail() }
+    :: atomic { OPEN(d) && BY_NOW -> d_fail(); TOLD(runs_out, nothing, g, 0, 0) }
 #endif
 #ifndef NO_FORCED_FENCE                                 /* _settle: our worker is restarted */
     :: atomic { d == FAILED && !d_quiet -> epoch++; d_quiet = true }
 #endif
     :: atomic { decode_restarts && d != NONE -> decode_restarts--; epoch++; next_room() }
 #endif
-    :: atomic { D_OVER && TELL_FIRST -> next_room() }   /* clear */
+    :: atomic { D_OVER && TELL_FIRST -> next_room(); TOLD(clears, nothing, g - 1, 0, 0) }
     od
 }
 
@@ -180,10 +213,10 @@ active proctype DecodeSays()
     do
     :: atomic { d == TRANSFERRING && !d_taken && UNSAID(to_prefill, destination, g) && DESTINATION_DUE(g) ->
         DESTINATION_SAID(g)
-        to_prefill!destination(g, asked, 0) }
+        to_prefill!destination(g, asked, 0); TOLD(says, destination, g, asked, 0) }
     :: atomic { d == FAILED && !(d_quiet && d_told) && asked && UNSAID(to_prefill, abort, g) && ABORT_DUE(g) ->
         ABORT_SAID(g)
-        to_prefill!abort(g, asked, 0) }
+        to_prefill!abort(g, asked, 0); TOLD(says, abort, g, asked, 0) }
     od
 }
 
@@ -193,12 +226,14 @@ active proctype DecodeHears()
     bit q;
     do
     :: atomic { to_decode?destination_taken(room, s, q) ->
-        d_taken = (room == g || d_taken); room = 0; s = 0; q = 0 }
+        d_taken = (room == g || d_taken); TOLD(hears, destination_taken, room, s, q)
+        room = 0; s = 0; q = 0 }
     :: atomic { to_decode?abort_taken(room, s, q) ->
         if
         :: room == g -> d_told = true; believe(q, s)
         :: else
         fi;
+        TOLD(hears, abort_taken, room, s, q)
         room = 0; s = 0; q = 0 }
     :: atomic { to_decode?abort(room, s, q) ->
         if
@@ -212,9 +247,10 @@ active proctype DecodeHears()
         :: else
         fi;
         if
-        :: len(to_prefill) < CHANNEL -> to_prefill!abort_taken(room, s, q)
+        :: len(to_prefill) < CHANNEL -> to_prefill!abort_taken(room, s, q); ANSWERED(abort_taken, q)
         :: else
         fi;
+        TOLD(hears, abort, room, s, q)
         room = 0; s = 0; q = 0 }
     :: atomic { to_decode?landed(room, s, q) ->
         if
@@ -223,11 +259,20 @@ active proctype DecodeHears()
         :: else
         fi;
         if
-        :: len(to_prefill) < CHANNEL -> to_prefill!news_taken(room, s, 0)
+        :: len(to_prefill) < CHANNEL -> to_prefill!news_taken(room, s, 0); ANSWERED(news_taken, 0)
         :: else
         fi;
+        TOLD(hears, landed, room, s, q)
         room = 0; s = 0; q = 0 }
     od
+}
+
+inline p_open(room) /* the destination may have been there first */
+{
+    opened[room] = true;
+    p[room] = (early[room] -> WAITING : BOOTSTRAPPING);
+    early[room] = false;
+    TOLD(p_opens, nothing, room, 0, 0)
 }
 
 inline p_fail(room) /* before Transferring nothing was posted: quiet, and decode may be told so */
@@ -235,6 +280,15 @@ inline p_fail(room) /* before Transferring nothing was posted: quiet, and decode
     p_quiet[room] = (p[room] < TRANSFERRING);
     fenced[room] = p_quiet[room];
     p[room] = FAILED
+}
+
+inline doubt(room, s) /* bytes of the room that another session had may still land */
+{
+#ifdef QUIET_OF_ANOTHER
+    skip
+#else
+    fenced[room] = (fenced[room] && (claimed[room] || s == session))
+#endif
 }
 
 #define MINE(room, bits) (air??[eval(room), eval(session), _, bits])
@@ -250,26 +304,34 @@ active proctype Prefill()
         od
     }
     do
-    :: atomic { !opened[1] && g >= 1 -> opened[1] = true; p[1] = BOOTSTRAPPING }
+    :: atomic { !opened[1] && g >= 1 -> p_open(1) }
 #if DECLINES
 #ifdef DECLINE_OPEN /* its engine knows what it declines; so why should the listener look? */
     :: atomic { g >= 1 && (!opened[1] || OPEN(p[1])) && declines ->
 #else
     :: atomic { g >= 1 && !opened[1] && declines ->
 #endif
-        declines--; opened[1] = true; p[1] = FAILED; p_quiet[1] = true; fenced[1] = true }
+        declines--; opened[1] = true; early[1] = false;
+        p[1] = FAILED; p_quiet[1] = true; fenced[1] = true;
+        TOLD(p_declines, nothing, 1, 0, 0) }
 #endif
 #if ROOMS > 1
-    :: atomic { !opened[2] && g >= 2 -> opened[2] = true; p[2] = BOOTSTRAPPING }
+    :: atomic { !opened[2] && g >= 2 -> p_open(2) }
 #endif
 #ifndef PATIENT
-    :: atomic { restarts -> restarts--; session++;      /* all is forgotten but what is in the air */
+    :: atomic { restarts && BY_NOW -> restarts--; session++;      /* all is forgotten but what is in the air */
         i = 1;
         do
         :: i <= ROOMS ->
-            p[i] = NONE; p_quiet[i] = false; fenced[i] = false; p_told[i] = false; written[i] = 0; i++
+            p[i] = NONE; p_quiet[i] = false; fenced[i] = false; p_told[i] = false; written[i] = 0;
+            early[i] = false; claimed[i] = false;
+#ifdef REUSED   /* the router uses its ids again */
+            opened[i] = false;
+#endif
+            i++
         :: else -> i = 0; break
-        od }
+        od;
+        TOLD(p_restarts, nothing, 0, session, 0) }
 #endif
     od
 }
@@ -282,21 +344,25 @@ active proctype PrefillHears()
     :: atomic { to_prefill?destination(room, s, q) ->
         if
         :: s != session                                 /* meant for another: dropped */
-        :: s == session && p[room] == BOOTSTRAPPING -> p[room] = WAITING
-        :: else
+        :: s == session ->
+            claimed[room] = true;
+            early[room] = (p[room] == NONE);
+            p[room] = (p[room] == BOOTSTRAPPING -> WAITING : p[room])
         fi;
         if
-        :: s == session && OPEN(p[room]) && len(to_decode) < CHANNEL ->
-            to_decode!destination_taken(room, session, 0)
+        :: s == session && (OPEN(p[room]) || early[room]) && len(to_decode) < CHANNEL ->
+            to_decode!destination_taken(room, session, 0); ANSWERED(destination_taken, 0)
         :: s == session && p[room] == FAILED && len(to_decode) < CHANNEL ->
-            to_decode!abort(room, session, fenced[room])
+            to_decode!abort(room, session, fenced[room]); ANSWERED(abort, fenced[room])
         :: else
         fi;
+        TOLD(p_hears, destination, room, s, q)
         room = 0; s = 0; q = 0 }
     :: atomic { to_prefill?abort(room, s, q) ->
         if
-        :: OPEN(p[room]) -> p_fail(room); q = fenced[room]
-        :: p[room] == FAILED -> q = fenced[room]
+        :: OPEN(p[room]) -> p_fail(room); doubt(room, s); q = fenced[room]; p_told[room] = true
+        :: p[room] == FAILED -> doubt(room, s); q = fenced[room];
+            p_told[room] = (p_told[room] || !claimed[room])
         :: p[room] == SUCCESS -> q = true
         :: p[room] == NONE ->                           /* unknown */
 #ifdef QUIET_OF_UNKNOWN
@@ -305,28 +371,37 @@ active proctype PrefillHears()
             q = (s == session);                         /* no other was ever told the destination */
 #endif
             opened[room] = true; p[room] = FAILED; p_quiet[room] = true; fenced[room] = q;
-            p_told[room] = true
+            p_told[room] = true; early[room] = false
         fi;
+        claimed[room] = true;
         if
-        :: len(to_decode) < CHANNEL -> to_decode!abort_taken(room, session, q)
+        :: len(to_decode) < CHANNEL -> to_decode!abort_taken(room, session, q); ANSWERED(abort_taken, q)
         :: else
         fi;
+        TOLD(p_hears, abort, room, s, q)
         room = 0; s = 0; q = 0 }
     :: atomic { to_prefill?abort_taken(room, s, q) ->   /* it heard what we have to say by now? */
-        p_told[room] = (p_told[room] || q == fenced[room]); room = 0; s = 0; q = 0 }
-    :: atomic { to_prefill?news_taken(room, s, q) -> p_told[room] = true; room = 0; s = 0; q = 0 }
+        p_told[room] = (p_told[room] || q == fenced[room]); TOLD(p_hears, abort_taken, room, s, q)
+        room = 0; s = 0; q = 0 }
+    :: atomic { to_prefill?news_taken(room, s, q) ->
+        p_told[room] = true; TOLD(p_hears, news_taken, room, s, q)
+        room = 0; s = 0; q = 0 }
     od
 }
+
+#define WAITED_FOR(room) (room == g && d == BOOTSTRAPPING && known == session) /* Expect */
 
 proctype PrefillSays(byte room)
 {
     do
     :: atomic { p[room] == SUCCESS && !p_told[room] && UNSAID(to_decode, landed, room) && LANDED_DUE(room) ->
         LANDED_SAID(room)
-        to_decode!landed(room, session, 0) }
-    :: atomic { p[room] == FAILED && !p_told[room] && UNSAID(to_decode, abort, room) && ABORT_DUE(room) ->
+        to_decode!landed(room, session, 0); TOLD(p_says, landed, room, session, 0) }
+    :: atomic { p[room] == FAILED && !p_told[room] && (claimed[room] || WAITED_FOR(room)) &&
+        UNSAID(to_decode, abort, room) && ABORT_DUE(room) ->
         ABORT_SAID(room)
-        to_decode!abort(room, session, fenced[room]) }
+        claimed[room] = true;
+        to_decode!abort(room, session, fenced[room]); TOLD(p_says, abort, room, session, fenced[room]) }
     od
 }
 
@@ -334,29 +409,33 @@ proctype PrefillSays(byte room)
 proctype Worker(byte room)
 {
     do
-    :: atomic { p[room] == WAITING -> p[room] = TRANSFERRING }
+    :: atomic { p[room] == WAITING -> p[room] = TRANSFERRING; TOLD(p_moves, nothing, room, 0, 0) }
     :: atomic { p[room] == TRANSFERRING && written[room] == 0 ->
-        written[room] = 1; air!room, session, sent_epoch[room], 1 }
+        written[room] = 1; air!room, session, sent_epoch[room], 1; TOLD(p_writes, nothing, room, session, 1) }
     :: atomic { p[room] == TRANSFERRING && written[room] == 1 ->
-        written[room] = ALL; air!room, session, sent_epoch[room], 2 }
+        written[room] = ALL; air!room, session, sent_epoch[room], 2; TOLD(p_writes, nothing, room, session, 2) }
 #ifdef LANDED_EARLY /* the last write is DONE: surely the first is */
-    :: atomic { p[room] == TRANSFERRING && written[room] == ALL && !MINE(room, 2) -> p[room] = SUCCESS }
+    :: atomic { p[room] == TRANSFERRING && written[room] == ALL && !MINE(room, 2) ->
+        p[room] = SUCCESS; TOLD(p_succeeds, nothing, room, 0, 0) }
 #else
-    :: atomic { p[room] == TRANSFERRING && written[room] == ALL && SETTLED(room) -> p[room] = SUCCESS }
+    :: atomic { p[room] == TRANSFERRING && written[room] == ALL && SETTLED(room) ->
+        p[room] = SUCCESS; TOLD(p_succeeds, nothing, room, 0, 0) }
 #endif
     :: atomic { p[room] == FAILED && !p_quiet[room] && SETTLED(room) ->  /* fence DONE */
-        p_quiet[room] = true; fenced[room] = true; p_told[room] = false }
-    :: atomic { OPEN(p[room]) && aborts -> aborts--; p_fail(room) }
+        p_quiet[room] = true; fenced[room] = true; p_told[room] = false;
+        TOLD(p_fences, nothing, room, 0, 0) }
+    :: atomic { OPEN(p[room]) && aborts && BY_NOW -> aborts--; p_fail(room); TOLD(p_gives_up, nothing, room, 0, 0) }
 #ifndef PATIENT
-    :: atomic { p[room] == FAILED && !p_quiet[room] ->
+    :: atomic { p[room] == FAILED && !p_quiet[room] && BY_NOW ->
         /* fence FAILED: the writes have ended here, and nobody knows where the bytes are */
         p_quiet[room] = true;
 #ifdef QUIET_UNFENCED
-        fenced[room] = true
+        fenced[room] = true;
 #endif
+        TOLD(p_unfenced, nothing, room, 0, 0)
     }
 #ifndef NO_DEADLINE
-    :: atomic { OPEN(p[room]) -> p_fail(room) } /* its deadline, or a fault */
+    :: atomic { OPEN(p[room]) && BY_NOW -> p_fail(room); TOLD(p_runs_out, nothing, room, 0, 0) } /* or a fault */
 #endif
 #endif
     od
@@ -380,6 +459,7 @@ active proctype Air()
             assert(pages == room); placed = placed | bits
         :: e != epoch
         fi;
+        TOLD(lands, nothing, room, s, bits)
         room = 0; s = 0; e = 0; bits = 0 }
     od
 }
@@ -390,16 +470,24 @@ active proctype Network()
     byte room, s;
     bit q;
     do
-    :: atomic { losses && nempty(to_prefill) -> to_prefill?kind, room, s, q; losses--; room = 0; s = 0; q = 0 }
-    :: atomic { losses && nempty(to_decode) -> to_decode?kind, room, s, q; losses--; room = 0; s = 0; q = 0 }
+    :: atomic { losses && nempty(to_prefill) -> to_prefill?kind, room, s, q; losses--;
+        TOLD(loses, kind, room, 0, q)
+        room = 0; s = 0; q = 0 }
+    :: atomic { losses && nempty(to_decode) -> to_decode?kind, room, s, q; losses--;
+        TOLD(loses, kind, room, 1, q)
+        room = 0; s = 0; q = 0 }
     :: atomic { repeats && len(to_prefill) > 0 && len(to_prefill) < CHANNEL -> to_prefill?<kind, room, s, q>;
-        repeats--; to_prefill!kind, room, s, q; room = 0; s = 0; q = 0 }
+        repeats--; to_prefill!kind, room, s, q; TOLD(doubles, kind, room, 0, q)
+        room = 0; s = 0; q = 0 }
     :: atomic { repeats && len(to_decode) > 0 && len(to_decode) < CHANNEL -> to_decode?<kind, room, s, q>;
-        repeats--; to_decode!kind, room, s, q; room = 0; s = 0; q = 0 }
+        repeats--; to_decode!kind, room, s, q; TOLD(doubles, kind, room, 1, q)
+        room = 0; s = 0; q = 0 }
     :: atomic { len(to_prefill) > 1 -> to_prefill?kind, room, s, q;
-        to_prefill!kind, room, s, q; room = 0; s = 0; q = 0 }
+        to_prefill!kind, room, s, q; TOLD(turns, kind, room, 0, q)
+        room = 0; s = 0; q = 0 }
     :: atomic { len(to_decode) > 1 -> to_decode?kind, room, s, q;
-        to_decode!kind, room, s, q; room = 0; s = 0; q = 0 }
+        to_decode!kind, room, s, q; TOLD(turns, kind, room, 1, q)
+        room = 0; s = 0; q = 0 }
     od
 }
 

@@ -91,6 +91,38 @@ def test_an_abort_outlives_the_listener_that_heard_it(world: World, side: str) -
     assert world.job(other, 1).reason is Reason.PEER_ABORTED
 
 
+def test_an_abort_outlives_the_listener_of_prefill_that_took_it(world: World) -> None:
+    """Its half of the room is opened after that, so nobody there knows of it."""
+    succeeds(world, 0)
+    world.receive(1)
+    until_state(world, "decode0", 1, KVPoll.Transferring)
+    world.run(20)
+    world.abort("decode0", 1)
+    world.until(lambda: world.job("decode0", 1).cleared, within_ms=200)
+    world.run(20)
+    world.trees["prefill"].kill("listener")
+    world.send(1)
+    until_verdict(world, 1, "prefill", within_ms=1000)
+    assert world.job("prefill", 1).reason is Reason.PEER_ABORTED
+
+
+def test_what_prefill_had_taken_is_not_said_again_of_an_id_that_means_another_room(
+    world: World,
+) -> None:
+    succeeds(world, 0)
+    world.receive(1)
+    until_state(world, "decode0", 1, KVPoll.Transferring)
+    world.run(20)
+    world.abort("decode0", 1)
+    world.until(lambda: world.job("decode0", 1).cleared, within_ms=200)
+    world.run(20)
+    world.trees["prefill"].kill("listener")
+    world.send(1)
+    world.receive(1, pace_ms=300)  # so that its destination is no hint to whom the id belongs
+    until_verdict(world, 1, "prefill", "decode0")
+    assert verdict(world, "prefill", 1) is verdict(world, "decode0", 1) is KVPoll.Success
+
+
 def test_a_failure_outlives_the_listener_that_was_to_tell_it(world: World) -> None:
     """Not only what somebody chose: of a worker's death, too, the other side knows by us alone."""
     succeeds(world, 0)

@@ -17,7 +17,7 @@ TAGS_EVER = """
  6 Resync            instance epoch
 10 Destination       room rank slot generation instance agent_epoch pages aux_index session
 11 DestinationTaken  slot generation instance
-12 Expect            room rank slot generation instance sent
+12 Expect            room rank slot generation instance sent session
 13 Abort             room rank slot generation instance reason quiet session
 14 AbortTaken        room rank slot generation instance quiet session
 15 Landed            room rank slot generation length_bytes chunks instance

@@ -84,7 +84,8 @@ def markdown(machine: Machine, seed: int, outcomes: Sequence[Outcome], plot: str
     lines += _table(["", ""], [[name, str(value)] for name, value in facts.items()])
     cycles, rooms = sum(o.cycles for o in outcomes), sum(o.rooms for o in outcomes)
     broken = sum(len(o.violations) for o in outcomes)
-    lines += ["", f"{cycles:,} cycles, {rooms:,} rooms, **{broken} violations**."]
+    broken_words = "1 violation" if broken == 1 else f"{broken} violations"
+    lines += ["", f"{cycles:,} cycles, {rooms:,} rooms, **{broken_words}**."]
     for outcome in outcomes:
         lines += ["", f"## {outcome.cascade}", ""]
         lines += [
@@ -120,7 +121,7 @@ def draw(path: Path, outcomes: Sequence[Outcome]) -> None:
 
     drawn = [outcome for outcome in outcomes if outcome.series or outcome.times_s]
     figure, axes = pyplot.subplots(
-        max(1, len(drawn)), 2, figsize=(13, 3.4 * max(1, len(drawn))), squeeze=False
+        max(1, len(drawn)), 2, figsize=(17, 3.4 * max(1, len(drawn))), squeeze=False
     )
     for (left, right), outcome in zip(axes, drawn, strict=False):
         left.set_title(f"{outcome.cascade}: over time")
@@ -138,7 +139,7 @@ def draw(path: Path, outcomes: Sequence[Outcome]) -> None:
         right.set_xlabel("s")
         for axis in (left, right):
             if axis.get_legend_handles_labels()[1]:
-                axis.legend(fontsize=7)
+                axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -15,6 +15,7 @@ from pdrt import failpoints
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.protocol.counters import Counter
+from pdrt.protocol.peers import transport_code
 from pdrt.protocol.states import OPEN, Event, KVPoll, Reason, Role
 from pdrt.shm_status import (
     CLAIMED,
@@ -27,12 +28,15 @@ from pdrt.shm_status import (
     OWNER_SHIFT,
     PATH,
     QUIET_BIT,
+    REASON_SHIFT,
     STATE_MASK,
     VALUE_MASK,
     StatusTable,
     peer_of,
 )
 
+SHM = transport_code("shm")
+ORPHANS_NS = SECOND_NS // 2  # no process outlives its supervisor for a fifth of that
 IDLE_FENCE_NS = SECOND_NS  # idle for so long, a worker is fenced early: nobody else pays for it
 
 Cells = np.ndarray[tuple[int, ...], np.dtype[np.uint64]]  # of a slot
@@ -161,9 +165,13 @@ class Janitor:
             if table.set_quiet(slot, generation):
                 self._wake(table.opener_row(slot))
             return
+        age_ns = now_ns - failed_ns
+        reason = int(row[0]) >> REASON_SHIFT & 0xFF
+        orphan = reason == Reason.PEER_RESTARTED and age_ns > ORPHANS_NS
+        if orphan and self._settle_orphan(slot, generation, peer, rank, owner):
+            return
         if owner_dead or self._fenced.get(owner_row) == owner:
             return
-        age_ns = now_ns - failed_ns
         rest_ns = now_ns - self._busy_ns.get(owner_row, 0)
         idle = table.role is Role.DECODE and min(age_ns, rest_ns) > IDLE_FENCE_NS
         if idle or age_ns > to_ns(self._timeouts.quiet_s):
@@ -172,3 +180,16 @@ class Janitor:
             self._fenced[owner_row] = owner  # last: if asking fails, the next sweep asks again
             table.count(Counter.QUIET_FORCED)
             log.warning("row=%d room=%d not quiet: its worker is restarted", owner_row, int(row[1]))
+
+    def _settle_orphan(self, slot: int, generation: int, peer: int, rank: int, owner: int) -> bool:
+        """Another instance has the address of the room's prefill, so that one is dead.  Over shm it
+        alone could write, and by now no process of it is left that might map our memory: then a
+        mapping would be known, and there is none."""
+        table = self._table
+        over_shm = table.role is Role.DECODE and table.transport(slot) == SHM
+        if not over_shm or self._mapped(peer, rank, owner):
+            return False
+        quiet = table.set_quiet(slot, generation)
+        if quiet:
+            self._wake(table.opener_row(slot))
+        return quiet

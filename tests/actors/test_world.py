@@ -96,6 +96,24 @@ def test_a_dead_prefill_worker_is_no_fence_unless_its_death_ends_its_writes(worl
     assert world.trees["decode0"].forced == ([] if shm else ["worker0"])
 
 
+@pytest.mark.parametrize("age_ms", [0, 200])
+def test_over_shm_the_death_of_a_prefill_makes_its_rooms_quiet_and_costs_no_other_room(
+    world: World, age_ms: int
+) -> None:
+    """By nixl its writes may still be on the wire: there decode's worker is restarted."""
+    moving(world)
+    world.run(age_ms)
+    world.replace("prefill")
+    until_verdict(world, 1, "decode0")
+    assert world.job("decode0", 1).reason is Reason.PEER_RESTARTED
+    world.run(300)
+    assert not world.job("decode0", 1).cleared, "no supervisor's children live for so long"
+    world.until(lambda: world.job("decode0", 1).cleared, within_ms=1200)
+    over_shm = next(iter(world.trees["decode0"].transports())).name == "shm"
+    assert world.trees["decode0"].forced == ([] if over_shm else ["worker0"])
+    succeeds(world, 2)
+
+
 # --- refusals ---
 
 

@@ -221,6 +221,8 @@ class Failing:
         """Another instance is there now: it knows nothing of these rooms."""
         for handle in [r.handle for r in self._rooms.values() if r.peer == peer]:
             del self._rooms[handle]
+        kept = [room for room in self._told if room.peer != peer]
+        self._told = deque(kept, AGAIN_MAX)
 
     def repeat(self, now_ns: int) -> None:
         for room in list(self._rooms.values()):

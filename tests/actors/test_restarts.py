@@ -123,6 +123,23 @@ def test_what_prefill_had_taken_is_not_said_again_of_an_id_that_means_another_ro
     assert verdict(world, "prefill", 1) is verdict(world, "decode0", 1) is KVPoll.Success
 
 
+def test_another_instance_hears_nothing_of_what_its_predecessor_had_taken(world: World) -> None:
+    succeeds(world, 0)
+    world.receive(1)
+    until_state(world, "decode0", 1, KVPoll.Transferring)
+    world.run(20)
+    world.abort("decode0", 1)
+    world.until(lambda: world.job("decode0", 1).cleared, within_ms=200)
+    world.replace("prefill")
+    world.both(2)
+    until_verdict(world, 2, "decode0")
+    succeeds(world, 3)
+    world.send(1)  # by now this id is somebody else's
+    world.run(300)
+    assert verdict(world, "prefill", 1) is None
+    world.abort("prefill", 1)
+
+
 def test_a_failure_outlives_the_listener_that_was_to_tell_it(world: World) -> None:
     """Not only what somebody chose: of a worker's death, too, the other side knows by us alone."""
     succeeds(world, 0)

@@ -91,8 +91,8 @@ def test_an_abort_outlives_the_listener_that_heard_it(world: World, side: str) -
     assert world.job(other, 1).reason is Reason.PEER_ABORTED
 
 
-def test_an_abort_outlives_the_listener_of_prefill_that_took_it(world: World) -> None:
-    """Its half of the room is opened after that, so nobody there knows of it."""
+def given_up_and_taken(world: World) -> None:
+    """Decode gives room 1 up and prefill's listener knows; its half is still to be opened."""
     succeeds(world, 0)
     world.receive(1)
     until_state(world, "decode0", 1, KVPoll.Transferring)
@@ -100,6 +100,11 @@ def test_an_abort_outlives_the_listener_of_prefill_that_took_it(world: World) ->
     world.abort("decode0", 1)
     world.until(lambda: world.job("decode0", 1).cleared, within_ms=200)
     world.run(20)
+
+
+def test_an_abort_outlives_the_listener_of_prefill_that_took_it(world: World) -> None:
+    """Its half of the room is opened after that, so nobody there knows of it."""
+    given_up_and_taken(world)
     world.trees["prefill"].kill("listener")
     world.send(1)
     until_verdict(world, 1, "prefill", within_ms=1000)
@@ -109,13 +114,7 @@ def test_an_abort_outlives_the_listener_of_prefill_that_took_it(world: World) ->
 def test_what_prefill_had_taken_is_not_said_again_of_an_id_that_means_another_room(
     world: World,
 ) -> None:
-    succeeds(world, 0)
-    world.receive(1)
-    until_state(world, "decode0", 1, KVPoll.Transferring)
-    world.run(20)
-    world.abort("decode0", 1)
-    world.until(lambda: world.job("decode0", 1).cleared, within_ms=200)
-    world.run(20)
+    given_up_and_taken(world)
     world.trees["prefill"].kill("listener")
     world.send(1)
     world.receive(1, pace_ms=300)  # so that its destination is no hint to whom the id belongs
@@ -124,12 +123,7 @@ def test_what_prefill_had_taken_is_not_said_again_of_an_id_that_means_another_ro
 
 
 def test_another_instance_hears_nothing_of_what_its_predecessor_had_taken(world: World) -> None:
-    succeeds(world, 0)
-    world.receive(1)
-    until_state(world, "decode0", 1, KVPoll.Transferring)
-    world.run(20)
-    world.abort("decode0", 1)
-    world.until(lambda: world.job("decode0", 1).cleared, within_ms=200)
+    given_up_and_taken(world)
     world.replace("prefill")
     world.both(2)
     until_verdict(world, 2, "decode0")

@@ -18,8 +18,6 @@ Heartbeats are lost, since one that lists a room acknowledges its destination.
 
 from __future__ import annotations
 
-import argparse
-import logging
 import re
 import sys
 from collections import Counter
@@ -30,7 +28,6 @@ from typing import NamedTuple
 from pdrt.protocol.states import OPEN, KVPoll
 from pdrt.transports.base import TransferState
 from stress.models import traces
-from stress.models.check import Unusable
 from stress.models.sides import DECODE, FOREVER_NS, PREFILL, Offer, Sides
 from stress.models.traces import TRACES, Diverged
 from tests.actors.tree import control_of
@@ -305,34 +302,17 @@ def recorded(world: str, seed: int) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m stress.models.replay_sides", description=__doc__
+    return traces.play(
+        "replay_sides",
+        __doc__,
+        arguments,
+        worlds=WORLDS,
+        recorded=[(recorded(world, seed), world, seed) for world, seed in RECORDED],
+        simulated=simulate,
+        replayed=lambda world, text: replay(parse(text)),
+        seeds=100,
+        steps=STEPS,
     )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--seeds", type=int, default=100, help="simulations of each world")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each simulation")
-    parser.add_argument("--record", action="store_true", help="write the traces of the tests anew")
-    asked = parser.parse_args(arguments)
-    logging.disable(logging.CRITICAL)  # what the actors say of each other
-    try:
-        if asked.record:
-            TRACES.mkdir(exist_ok=True)
-            for world, seed in RECORDED:
-                recorded(world, seed).write_text(simulate(world, seed))
-        for world in WORLDS:
-            counts: Counter[str] = Counter()
-            for seed in range(1, asked.seeds + 1):
-                try:
-                    counts += replay(parse(simulate(world, seed, asked.steps)))
-                except Diverged as error:
-                    raise Diverged(f"world {world}, seed {seed}: {error}") from None
-            each = ", ".join(f"{what} {count:,}" for what, count in counts.most_common())
-            print(f"{world}: {asked.seeds} simulations, {counts.total():,} lines, all the same")
-            print(f"  {each}")
-    except (Unusable, Diverged) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ child must be in the phase, and have the process, that the model gives it.
 
 from __future__ import annotations
 
-import argparse
-import logging
 import re
 import sys
 from collections import Counter
@@ -26,7 +24,6 @@ from pdrt.loop import Loop
 from pdrt.supervision import ChildSpec, Phase
 from pdrt.supervisor import Supervisor
 from stress.models import traces
-from stress.models.check import Unusable
 from stress.models.traces import TRACES, Diverged
 
 NAMES = ("listener", "worker", "standby")
@@ -299,34 +296,17 @@ def recorded(world: str, seed: int) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m stress.models.replay_tree", description=__doc__
+    return traces.play(
+        "replay_tree",
+        __doc__,
+        arguments,
+        worlds=WORLDS,
+        recorded=[(recorded(world, seed), world, seed) for world, seed in RECORDED],
+        simulated=simulate,
+        replayed=lambda world, text: replay(world, parse(text)),
+        seeds=200,
+        steps=STEPS,
     )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--seeds", type=int, default=200, help="simulations of each world")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each simulation")
-    parser.add_argument("--record", action="store_true", help="write the traces of the tests anew")
-    asked = parser.parse_args(arguments)
-    logging.disable(logging.CRITICAL)  # what the supervisor says of its children
-    try:
-        if asked.record:
-            TRACES.mkdir(exist_ok=True)
-            for world, seed in RECORDED:
-                recorded(world, seed).write_text(simulate(world, seed))
-        for world in WORLDS:
-            counts: Counter[str] = Counter()
-            for seed in range(1, asked.seeds + 1):
-                try:
-                    counts += replay(world, parse(simulate(world, seed, asked.steps)))
-                except Diverged as error:
-                    raise Diverged(f"world {world}, seed {seed}: {error}") from None
-            each = ", ".join(f"{what} {count:,}" for what, count in counts.most_common())
-            print(f"{world}: {asked.seeds} simulations, {counts.total():,} lines, all the same")
-            print(f"  {each}")
-    except (Unusable, Diverged) as error:
-        print(error, file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -602,9 +602,11 @@ class StatusTable:
         at = self._slots + slot * SLOT_BYTES + DETAIL
         return self.map[at : at + DETAIL_BYTES].rstrip(b"\0").decode("ascii", "replace")
 
-    def transport(self, slot: int) -> int:
-        """Code of the transport of the room in the slot (`protocol.peers`)."""
-        return transport_of(self._load(self._slots + slot * SLOT_BYTES + PATH))
+    def path(self, slot: int, generation: int) -> int:
+        """For `transport_of` and `peer_of`; 0 before there is one, and of a stale handle."""
+        at = self._slots + slot * SLOT_BYTES + PATH
+        value = 0 if self._valid(slot, generation) is None else self._load(at)
+        return value & VALUE_MASK if value >> TAG_SHIFT == generation & TAG_MASK else 0
 
     def opener_row(self, slot: int) -> int:
         """Row of the engine that opened the room in the slot."""

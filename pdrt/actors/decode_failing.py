@@ -7,6 +7,8 @@ one hears again what was told to its predecessor lately.
 
 A prefill is believed that a room is quiet only in its present session: what its listener said
 before a restart may have been overtaken by its successor, which was sent the destination again.
+And only of rooms that it met itself: another instance at its address may hold the other half of a
+request by now, so it is told of the end, and knows nothing of the bytes of its predecessor.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ from pdrt.shm_status import (
     STATE_MASK,
     Handle,
     StatusTable,
+    peer_of,
 )
 
 PAUSE_MAX_NS = 1000 * MILLISECOND_NS
@@ -145,6 +148,12 @@ class Failing:
             self._table.count(Counter.ABORTS_SENT)
             self._mailbox.post(prefill.link, room.abort)
 
+    def is_orphan(self, handle: Handle, prefill: Prefill) -> bool:
+        """Has another instance the address of the room's prefill by now?  Perhaps it was there
+        before this listener: so the table remembers whom a room has met."""
+        met = peer_of(self._table.path(handle.slot, handle.generation))
+        return bool(met and prefill.instance) and met != instance_digest(prefill.instance)
+
     def taken(self, sender: Address, taken: AbortTaken, now_ns: int) -> None:
         self.hear(sender, taken)
         room = self._rooms.get(Handle(taken.room, taken.slot, taken.generation))
@@ -161,7 +170,9 @@ class Failing:
     def hear(self, sender: Address, said: Abort | AbortTaken) -> None:
         """Prefill may say that a room is quiet."""
         prefill = self._prefills.by_link(sender)
-        if said.quiet and prefill is not None and said.session == prefill.session:
+        if not said.quiet or prefill is None or said.session != prefill.session:
+            return
+        if not self.is_orphan(Handle(said.room, said.slot, said.generation), prefill):
             self.become_quiet(said.slot, said.generation)
 
     def become_quiet(self, slot: int, generation: int) -> None:

@@ -136,7 +136,10 @@ class DecodeListener:
                 self._prefills.on_hello_reply(prefill, message, now_ns)
                 if before and prefill.instance != before:
                     # The new one knows nothing of them, and cannot say what is quiet.
-                    self._fault_all(prefill, Reason.PEER_RESTARTED, now_ns, tell=False)
+                    self._fault_all(prefill, Reason.PEER_RESTARTED, now_ns)
+                for room in self._rooms_of(prefill):
+                    if self._failing.is_orphan(room.handle, prefill):
+                        self._fault(room, Reason.PEER_RESTARTED, now_ns, tell=False)
                 if prefill.refusal is not Reason.NONE:
                     self._fault_all(prefill, prefill.refusal, now_ns)
             case Introduced():
@@ -163,24 +166,24 @@ class DecodeListener:
                 self._failing.disown(sender, slot, generation)
 
     def _on_ready(self, prefill: Prefill, now_ns: int) -> None:
-        for room in list(self._rooms.values()):
-            if room.peer == prefill.peer:
-                room.taken = False
-                room.due_ns, room.pause_ns = now_ns, 0  # a new listener has yet to hear of it
-                self._peer_known(room, prefill, now_ns)
-                self._send_destination(room, now_ns)
+        for room in self._rooms_of(prefill):
+            room.taken = False
+            room.due_ns, room.pause_ns = now_ns, 0  # a new listener has yet to hear of it
+            self._peer_known(room, prefill, now_ns)
+            self._send_destination(room, now_ns)
         in_use = {room.handle.room for room in self._rooms.values()}
         self._failing.adopt(prefill, now_ns, in_use)
 
-    def _fault_all(
-        self, prefill: Prefill, reason: Reason, now_ns: int, *, tell: bool = True
-    ) -> None:
-        if not tell:
+    def _fault_all(self, prefill: Prefill, reason: Reason, now_ns: int) -> None:
+        if replaced := reason is Reason.PEER_RESTARTED:
             self._failing.forget(prefill.peer)
-        for room in [r for r in self._rooms.values() if r.peer == prefill.peer]:
+        for room in self._rooms_of(prefill):
             if reason is prefill.refusal:
                 self._table.set_detail(room.handle.slot, prefill.detail)
-            self._fault(room, reason, now_ns, tell=tell)
+            self._fault(room, reason, now_ns, tell=not replaced)
+
+    def _rooms_of(self, prefill: Prefill) -> list[Room]:
+        return [room for room in self._rooms.values() if room.peer == prefill.peer]
 
     # --- rooms -----------------------------------------------------------------------------------
 
@@ -201,6 +204,8 @@ class DecodeListener:
         if prefill.refusal is not Reason.NONE:
             self._table.set_detail(room.handle.slot, prefill.detail)
             self._fault(room, prefill.refusal, now_ns)
+        elif self._failing.is_orphan(handle, prefill):
+            self._fault(room, Reason.PEER_RESTARTED, now_ns, tell=False)
         elif prefill.ready:
             self._peer_known(room, prefill, now_ns)
 
@@ -361,12 +366,8 @@ class DecodeListener:
 
     def _beat(self) -> None:
         for prefill in self._prefills.ready():
-            waiting = [
-                room.handle.room
-                for room in self._rooms.values()
-                if room.peer == prefill.peer and room.destination is None
-            ]
-            rooms = np.array(sorted(set(waiting)), dtype="<u8").tobytes()
+            waiting = {r.handle.room for r in self._rooms_of(prefill) if r.destination is None}
+            rooms = np.array(sorted(waiting), dtype="<u8").tobytes()
             epoch = self._table.me.incarnation
             self._mailbox.post(prefill.link, Heartbeat(self._instance, epoch, rooms))
 

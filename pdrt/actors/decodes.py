@@ -7,6 +7,7 @@ rank. Whatever is lost here is asked for again with `Resync`.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,6 +16,7 @@ import numpy as np
 from pdrt import failpoints
 from pdrt.actors.base import Throttle, deaf_for
 from pdrt.actors.missing import Missing
+from pdrt.actors.past import Room
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.mail.knock import Knock
@@ -36,12 +38,14 @@ from pdrt.protocol.messages import (
     PeerWarm,
     Resync,
 )
+from pdrt.protocol.peers import instance_digest
 from pdrt.protocol.states import Reason
-from pdrt.shm_status import INCARNATION_MASK, StatusTable
+from pdrt.shm_status import INCARNATION_MASK, StatusTable, peer_of
 
 DECODES_MAX = 4096
 OFFERS_BYTES_MAX = 64 << 10  # of one agent; all decodes' are kept
 BEAT_MIN_NS = 10 * MILLISECOND_NS  # heartbeats of one decode that come faster say nothing new
+COME_PEERS = 2  # times `peer_s`: who lives has come to a new listener by then
 BURIED_MAX = 4096  # instances remembered of which another has the address now
 
 log = logging.getLogger("pdrt.listener")
@@ -119,6 +123,7 @@ class Decodes:
         self._buried: dict[str, None] = {}  # instances, in the order they were replaced
         self._worker_epochs: dict[int, int] = {}
         self._looked_ns = self._began_ns = 0  # when silence was looked for last, and first
+        self._mourned = False  # those who had not come to us in good time
         self._may_log = Throttle()
 
     def get(self, instance: str) -> Decode | None:
@@ -227,8 +232,8 @@ class Decodes:
             return
         decode = self._known.get(warm.instance)
         if decode is None:
-            # A listener before us knew it.  If it lives, it has come to us, too, in this time.
-            if self._began_ns and now_ns - self._began_ns > to_ns(2 * self._timeouts.peer_s):
+            # A listener before us knew it.
+            if self._all_have_come(now_ns):
                 self._mailbox.post(worker_link(warm.rank), PeerGone(warm.instance))
             return
         agent = decode.agent(warm.rank)
@@ -285,7 +290,7 @@ class Decodes:
         """Forget every decode that has been silent for too long, or whose tree is gone, if somebody
         waits for one; return them, and those whose address another has now."""
         deaf_ns, self._looked_ns = deaf_for(self._looked_ns, now_ns), now_ns
-        self._began_ns = self._began_ns or now_ns
+        self._began_ns = min((self._began_ns or now_ns) + deaf_ns, now_ns)
         lost = [(decode, Reason.PEER_RESTARTED) for decode in self._replaced]
         self._replaced = []
         for decode in self._known.values():
@@ -297,6 +302,25 @@ class Decodes:
             self.missing.lose(decode.introduction.control, now_ns)
             lost.append((decode, Reason.PEER_LOST))
         return lost
+
+    def unwanted(self, rooms: Iterable[Room], now_ns: int) -> list[Room]:
+        """Those that no living decode will ask for."""
+        rooms = list(rooms)
+        return [*self.missing.rooms(rooms, now_ns), *self._orphans(rooms, now_ns)]
+
+    def _orphans(self, rooms: list[Room], now_ns: int) -> list[Room]:
+        """Once, when all that live have come to us: rooms that a listener before us matched with
+        another.  The table remembers with whom."""
+        if self._mourned or not self._all_have_come(now_ns):
+            return []
+        self._mourned = True
+        living = {0, *(instance_digest(instance) for instance in self._known)}
+        return [r for r in rooms if peer_of(self._table.path(*r.handle[1:])) not in living]
+
+    def _all_have_come(self, now_ns: int) -> bool:
+        """Those whom a listener before us knew, if they live."""
+        waited_ns = now_ns - self._began_ns if self._began_ns else 0
+        return waited_ns > to_ns(COME_PEERS * self._timeouts.peer_s)
 
     def _is_lost(self, decode: Decode, now_ns: int, waited_for: bool) -> bool:
         silent_ns = now_ns - decode.heard_ns

@@ -33,6 +33,7 @@ from pdrt.shm_status import (
     VALUE_MASK,
     StatusTable,
     peer_of,
+    transport_of,
 )
 
 SHM = transport_code("shm")
@@ -186,8 +187,8 @@ class Janitor:
         alone could write, and by now no process of it is left that might map our memory: then a
         mapping would be known, and there is none."""
         table = self._table
-        over_shm = table.role is Role.DECODE and table.transport(slot) == SHM
-        if not over_shm or self._mapped(peer, rank, owner):
+        over_shm = transport_of(table.path(slot, generation)) == SHM
+        if table.role is not Role.DECODE or not over_shm or self._mapped(peer, rank, owner):
             return False
         quiet = table.set_quiet(slot, generation)
         if quiet:

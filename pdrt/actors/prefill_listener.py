@@ -42,7 +42,7 @@ from pdrt.protocol.messages import (
 )
 from pdrt.protocol.peers import instance_digest, transport_code
 from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason, told_by_peer
-from pdrt.shm_status import STATE_MASK, Handle, StatusTable
+from pdrt.shm_status import STATE_MASK, Handle, StatusTable, transport_of
 
 SCAN_NS = 20 * MILLISECOND_NS
 DELIVER_NS = 1000 * MILLISECOND_NS
@@ -158,7 +158,8 @@ class PrefillListener:
         if over and (word.state is not KVPoll.Failed or self._scanned_ns):
             return  # failed since our first scan: whoever ended it says so, or decode asks
         self._seen.note(*handle[1:])
-        room = Room(handle, rank, now_ns, by_shm=self._table.transport(handle.slot) == SHM)
+        by_shm = transport_of(self._table.path(*handle[1:])) == SHM
+        room = Room(handle, rank, now_ns, by_shm=by_shm)
         if over:
             self._fail(room, word.reason, now_ns)
             return
@@ -377,7 +378,7 @@ class PrefillListener:
             for room in [r for r in self._rooms.values() if r.theirs[0] == decode.instance]:
                 self._fault(room, reason, now_ns)
             self._past.forget_decode(decode.instance)
-        for room in self._decodes.missing.rooms(self._rooms.values(), now_ns):
+        for room in self._decodes.unwanted(self._rooms.values(), now_ns):
             self._fault(room, Reason.PEER_LOST, now_ns)
 
     def _scan(self, now_ns: int) -> None:

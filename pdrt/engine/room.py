@@ -33,7 +33,7 @@ from pdrt.mail.mailbox import Postman
 from pdrt.protocol.messages import Ended
 from pdrt.protocol.peers import TRANSPORT_CODES
 from pdrt.protocol.states import TERMINAL, Event, KVPoll, Reason, agree
-from pdrt.shm_status import Handle, Owner, StatusTable
+from pdrt.shm_status import Handle, Owner, StatusTable, transport_of
 
 LISTENER = "listener"
 AGAIN_MAX, AGAIN_NS = 1024, 5 * SECOND_NS  # ends that a new listener hears again
@@ -189,7 +189,7 @@ class KVRoom:
         ]
         moved_bytes = sum(table.moved_bytes(h.slot, h.generation) for h in self._handles)
         chunks = table.taken(handle.slot, handle.generation)
-        name = TRANSPORT_CODES[table.transport(handle.slot)]
+        name = TRANSPORT_CODES[transport_of(table.path(*handle[1:]))]
         state = self.poll()
         return RoomTimeline(
             self.room, state.name, self._reason.name, name, moved_bytes, chunks, *spans

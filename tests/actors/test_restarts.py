@@ -5,11 +5,29 @@ from __future__ import annotations
 import pytest
 
 from pdrt.actors.decode_listener import DecodeListener
+from pdrt.actors.decodes import COME_PEERS
 from pdrt.actors.transfer import TransferWorker
-from pdrt.protocol.messages import OLDEST, VERSION, Abort, AbortTaken, DestinationTaken, HelloReply
-from pdrt.protocol.states import KVPoll, Reason
-from tests.actors.steps import moving, succeeds, until_state, until_verdict, verdict
-from tests.actors.world import World
+from pdrt.protocol.messages import (
+    OLDEST,
+    VERSION,
+    Abort,
+    AbortTaken,
+    DestinationTaken,
+    HelloReply,
+    Opened,
+)
+from pdrt.protocol.peers import instance_digest
+from pdrt.protocol.states import Event, KVPoll, Reason
+from tests.actors.steps import (
+    PHASES,
+    moving,
+    succeeds,
+    to_phase,
+    until_state,
+    until_verdict,
+    verdict,
+)
+from tests.actors.world import TIMEOUTS, World
 
 
 def listener_of(world: World) -> DecodeListener:
@@ -132,6 +150,77 @@ def test_another_instance_hears_nothing_of_what_its_predecessor_had_taken(world:
     world.run(300)
     assert verdict(world, "prefill", 1) is None
     world.abort("prefill", 1)
+
+
+@pytest.mark.parametrize("phase", PHASES[2:])
+def test_rooms_whose_prefill_was_replaced_while_there_was_no_listener_fail_at_once(
+    world: World, phase: str
+) -> None:
+    """The new listener never saw the instance that its rooms are with; the table names it."""
+    to_phase(world, phase)
+    world.trees["decode0"].kill("listener", again_ms=100)
+    world.replace("prefill")
+    until_verdict(world, 1, "decode0", within_ms=500)
+    assert world.job("decode0", 1).reason is Reason.PEER_RESTARTED
+    succeeds(world, 2)
+
+
+COME_MS = round(COME_PEERS * TIMEOUTS.peer_s * 1000)
+assert COME_MS + 300 < TIMEOUTS.waiting_s * 1000
+
+
+def test_rooms_whose_decode_went_while_prefill_had_no_listener_end_before_their_deadline(
+    world: World,
+) -> None:
+    to_phase(world, "WaitingForInput")
+    world.trees["prefill"].kill("listener", again_ms=100)
+    world.replace("decode0")
+    until_verdict(world, 1, "prefill", within_ms=COME_MS + 300)
+    assert world.job("prefill", 1).reason is Reason.PEER_LOST
+    succeeds(world, 2)
+
+
+def test_who_lives_comes_to_a_new_listener_in_good_time(world: World) -> None:
+    to_phase(world, "WaitingForInput")
+    world.trees["prefill"].kill("listener", again_ms=100)
+    world.run(COME_MS + 300)
+    world.engine("prefill").unmute(1)
+    until_verdict(world, 1, "prefill", "decode0")
+    assert verdict(world, "prefill", 1) is verdict(world, "decode0", 1) is KVPoll.Success
+
+
+def test_a_room_of_its_predecessor_that_is_heard_of_late_fails_when_it_is(world: World) -> None:
+    """The prefill there has answered long ago, so nothing else would bring it up."""
+    succeeds(world, 0)
+    table, peer = world.trees["decode0"].table, world.trees["prefill"].control
+    handle = table.open(1, 0, now_ns=world.clock())
+    table.set_path(handle.slot, handle.generation, 0, instance_digest("another"))
+    table.move(handle.slot, handle.generation, Event.PEER_KNOWN, now_ns=world.clock())
+    listener_of(world).handle("engine", Opened(1, 0, *handle[1:], peer), world.clock())
+    word = table.read(handle.slot, handle.generation)
+    assert word is not None
+    assert (word.state, word.reason) == (KVPoll.Failed, Reason.PEER_RESTARTED)
+    table.clear(handle.slot, handle.generation)
+
+
+def test_an_instance_is_not_believed_that_rooms_of_its_predecessor_are_quiet(world: World) -> None:
+    """A room fails while decode has no listener.  The one that comes cannot say who was sent the
+    destination first, and the prefill that is there by now has a half of that id, too."""
+    to_phase(world, "WaitingForInput")
+    decode = world.trees["decode0"]
+    decode.kill("listener", again_ms=100)
+    world.abort("decode0", 1)
+    world.replace("prefill")
+    world.send(1)
+    until_verdict(world, 1, "prefill", within_ms=500)
+    assert world.job("prefill", 1).reason is Reason.PEER_ABORTED
+    assert world.job("prefill", 1).cleared
+    world.run(300)
+    word = decode.table.read(*world.job("decode0", 1).handles[0][1:])
+    assert word is not None
+    assert not word.quiet
+    world.until(lambda: world.job("decode0", 1).cleared, within_ms=5000)
+    assert decode.forced == ["worker0"]
 
 
 def test_a_failure_outlives_the_listener_that_was_to_tell_it(world: World) -> None:

@@ -101,14 +101,15 @@ def test_what_lies_beside_the_word_is_read_back_and_gone_with_the_room(table: St
     table.set_detail(handle.slot, "w\u00e4rmer than " + "x" * 40)
     bring(table, handle, KVPoll.Success)
     assert table.detail(handle.slot) == ("w?rmer than " + "x" * 40)[:24]
-    assert table.transport(handle.slot) == 2
+    path = table.path(*handle[1:])
+    assert (transport_of(path), peer_of(path)) == (2, 77)
     assert table.opener_row(handle.slot) == US.row
     assert table.entered_ns(handle.slot) == (0, NOW, NOW, NOW, NOW)
     table.clear(handle.slot, handle.generation)
     again = table.open(2, 0, now_ns=NOW + 1)
     assert again.slot == handle.slot
     assert table.detail(again.slot) == ""
-    assert table.transport(again.slot) == 0
+    assert table.path(*again[1:]) == table.path(*handle[1:]) == 0
     assert table.entered_ns(again.slot) == (0, NOW + 1, 0, 0, 0)
 
 

@@ -22,7 +22,7 @@ def test_a_first_sigterm_drains_decode(start_cluster: StartCluster) -> None:
     driver = Driver(cluster)
 
     async def run() -> tuple[list[Outcome], httpx.Response, int]:
-        long = [driver.body(PROMPT, max_new_tokens=400, ignore_eos=True) for _ in range(4)]
+        long = [driver.body(PROMPT, max_new_tokens=250, ignore_eos=True) for _ in range(4)]
         asked = asyncio.create_task(driver.ask_async(long, 4))
         await asyncio.to_thread(wait_until, lambda: running(cluster.decode) == 4, 20, "4 to run")
         cluster.decode.popen.send_signal(signal.SIGTERM)
@@ -38,7 +38,7 @@ def test_a_first_sigterm_drains_decode(start_cluster: StartCluster) -> None:
         assert health == 503
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert all(outcome.succeeded for outcome in outcomes), outcomes
-        assert [len(outcome.decode["output_ids"]) for outcome in outcomes] == [400] * 4
+        assert [len(outcome.decode["output_ids"]) for outcome in outcomes] == [250] * 4
         wait_until(lambda: cluster.decode.popen.poll() is not None, 20, "decode to end")
         assert cluster.decode.popen.returncode == 0
     finally:

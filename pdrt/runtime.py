@@ -50,6 +50,7 @@ from pdrt.clock import monotonic_ns, to_ns
 from pdrt.config import Settings, Timeouts, authority
 from pdrt.errors import AttachFailed, BadConfig, DeploymentError, NoMemory, PortInUse
 from pdrt.health import Health, HealthServer, build_app
+from pdrt.memfd import memory_fd
 from pdrt.metrics import TableCollector, exposition
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout, RegionMap
@@ -135,7 +136,7 @@ class Runtime:
         stack.callback(self.table.close)
         self._region_fds: list[int] = []
         for region in self.maps:
-            fd = shm_status.memory_fd(f"pdrt-kv{region.rank}", region.length_bytes)
+            fd = memory_fd(f"pdrt-kv{region.rank}", region.length_bytes)
             stack.callback(os.close, fd)
             self._region_fds.append(fd)
         self._wake_fds: list[int] = []

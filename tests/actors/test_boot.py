@@ -7,8 +7,8 @@ import selectors
 import pytest
 
 from pdrt.actors.boot import RegionFetch
+from pdrt.memfd import memory_fd
 from pdrt.protocol.peers import instance_digest
-from pdrt.shm_status import memory_fd
 from pdrt.transports.base import TransportError
 from tests.attach.services import serve, turn
 from tests.waiting import wait_until

@@ -25,6 +25,7 @@ from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.actors.transfer import TransferWorker
 from pdrt.clock import MILLISECOND_NS, Clock, to_ns
 from pdrt.config import Timeouts
+from pdrt.memfd import memory_fd
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.peers import instance_digest
 from pdrt.protocol.states import KVPoll, Role
@@ -144,7 +145,7 @@ class Tree:
         )
         self.tables: list[StatusTable] = []
         self.table = self._view(Owner(1, 1))
-        self._fds = [shm_status.memory_fd(f"{name}{m.rank}", m.length_bytes) for m in self.maps]
+        self._fds = [memory_fd(f"{name}{m.rank}", m.length_bytes) for m in self.maps]
         self._mapped = [
             mmap.mmap(fd, m.length_bytes) for fd, m in zip(self._fds, self.maps, strict=True)
         ]

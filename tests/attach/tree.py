@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from pdrt.attach import AttachReply, AttachRequest, request
 from pdrt.errors import AttachFailed
+from pdrt.memfd import memory_fd
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.peers import instance_digest
-from pdrt.shm_status import memory_fd
 from tests.attach.services import serve, turn
 from tests.waiting import wait_until
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdrt import shm_status
+from pdrt import memfd
 from pdrt.cli.launch import raise_descriptors
 from pdrt.config import Settings
 from pdrt.errors import BadConfig, DeploymentError, NoMemory
@@ -103,7 +103,7 @@ def test_a_start_without_memory_is_refused_before_anything_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads = threading.active_count()
-    monkeypatch.setattr(shm_status, "available_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(memfd, "available_bytes", lambda: 1 << 20)
     assert outcome() == "no_memory"
     monkeypatch.undo()
     assert outcome() == "started"

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from pdrt.clock import monotonic_ns
 from pdrt.mail.mailbox import Mailbox
+from pdrt.memfd import memory_fd
 from pdrt.protocol.layout import RegionMap
 from pdrt.protocol.messages import (
     OLDEST,
@@ -35,7 +36,6 @@ from pdrt.protocol.messages import (
     NewsTaken,
     session_of,
 )
-from pdrt.shm_status import memory_fd
 from pdrt.transports.base import Region
 from pdrt.transports.nixl import NixlTransport
 from pdrt.transports.shm import ShmTransport

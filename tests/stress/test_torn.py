@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from pdrt.memfd import memory_fd
 from pdrt.protocol.states import MOVES, OPEN, Event, KVPoll, Reason, Role, quiet_at
-from pdrt.shm_status import CLAIMED, NOBODY, Owner, StatusTable, create, memory_fd, pack
+from pdrt.shm_status import CLAIMED, NOBODY, Owner, StatusTable, create, pack
 from stress.cascades.history import RECORD
 from stress.cascades.history import Writer as History
 from stress.cascades.torn.cascade import Crew, play_round

@@ -1,15 +1,13 @@
-"""The memory of a table: reserved, sealed, and taken for nothing else."""
+"""The memory of a table: sealed, and taken for nothing else."""
 
 from __future__ import annotations
 
 import mmap
 import os
-import resource
 from itertools import product
 
 import pytest
 
-from pdrt import shm_status
 from pdrt.errors import AttachFailed, NoMemory
 from pdrt.protocol.states import Event, Role
 from pdrt.shm_status import (
@@ -17,9 +15,7 @@ from pdrt.shm_status import (
     HEADER_BYTES,
     MAGIC,
     StatusTable,
-    available_bytes,
     create,
-    memory_fd,
 )
 from tests.table.views import INSTANCE, NOW, TIMEOUTS_MS, tables
 
@@ -135,28 +131,6 @@ def test_more_memory_than_there_is_is_refused_before_anything_is_taken(rooms_max
     with pytest.raises(NoMemory, match="lower --rooms-max"):
         create(Role.DECODE, rooms_max=rooms_max, instance=b"", timeouts_ms=TIMEOUTS_MS, now_ns=NOW)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-def test_memory_that_others_use_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Taken all the same, it would be somebody's life: the kernel kills to find it."""
-    monkeypatch.setattr(shm_status, "available_bytes", lambda: 2 << 20)
-    with pytest.raises(NoMemory, match="Cannot allocate memory"):
-        memory_fd("pool", (2 << 20) + 1)
-    os.close(memory_fd("pool", 2 << 20))
-
-
-def test_what_is_available_is_less_than_there_is() -> None:
-    assert 0 < available_bytes() < os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-
-
-def test_memory_that_the_kernel_refuses_is_no_memory() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
-    try:
-        with pytest.raises(NoMemory, match=r"cannot reserve 2 MiB of shared memory for pool: File"):
-            memory_fd("pool", 2 << 20)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_closed_view_may_be_closed_again_and_leaves_no_map() -> None:

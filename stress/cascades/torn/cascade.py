@@ -27,8 +27,9 @@ import numpy as np
 from pdrt.actors.janitor import Janitor
 from pdrt.clock import monotonic_ns
 from pdrt.config import Timeouts
+from pdrt.memfd import memory_fd
 from pdrt.protocol.states import OPEN, Role
-from pdrt.shm_status import Owner, create, memory_fd
+from pdrt.shm_status import Owner, create
 from stress.bench.trees import ROOT
 from stress.cascades.history import Writer as History
 from stress.cascades.piece import Outcome, Piece, Share

@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 
 from pdrt import failpoints
 from pdrt.clock import MILLISECOND_NS
-from pdrt.errors import AttachFailed, Closed, TableFull, is_exhausted
+from pdrt.errors import AttachFailed, TableFull, is_exhausted
 from pdrt.memfd import memory_fd
 from pdrt.protocol.counters import COUNTERS_MAX, Counter, bucket_of
 from pdrt.protocol.states import (
@@ -411,9 +411,9 @@ class StatusTable:
             word = seen
         return False
 
-    def poll(self, slot: int, generation: int, now_ns: int) -> KVPoll:
+    def poll(self, slot: int, generation: int, now_ns: int) -> KVPoll | None:
         """State of a room; ends it first if its deadline has passed (law 2).  No system call.
-        Raises Closed if the handle is stale."""
+        None if the handle is stale: whoever looks at a room, another may clear it meanwhile."""
         at = self._slots + slot * SLOT_BYTES
         word = self._load(at)
         if 0 < word & STATE_MASK < 4 and word >> GENERATION_SHIFT == generation:
@@ -425,7 +425,7 @@ class StatusTable:
                 self.expire(slot, generation, word, now_ns)
                 word = self._load(at)  # by now it may even be cleared, and somebody else's
         if word >> GENERATION_SHIFT != generation or not generation & 1:
-            raise Closed(f"slot {slot}: generation {generation} is over; the room was cleared")
+            return None
         return _STATES[word & STATE_MASK]
 
     def expire(self, slot: int, generation: int, word: int, now_ns: int) -> None:
@@ -457,10 +457,11 @@ class StatusTable:
         late = (deadlines & np.uint64(VALUE_MASK)) < np.uint64(now_ns // MILLISECOND_NS)
         late &= fresh & (states > 0) & (states < 4)
         for i in np.flatnonzero(late).tolist():
-            try:
-                states[i] = self.poll(int(slots[i]), int(generations[i]), now_ns)
-            except Closed:  # cleared since this pass began
+            state = self.poll(int(slots[i]), int(generations[i]), now_ns)
+            if state is None:  # cleared since this pass began
                 fresh[i] = False
+            else:
+                states[i] = state
         states[~fresh] = 255
         return states
 

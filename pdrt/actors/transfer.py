@@ -299,12 +299,9 @@ class TransferWorker:
         handle = room.handle
         if room.ending or self._rooms.get(handle.slot) is not room:
             return
-        word = self._table.read(handle.slot, handle.generation)
-        if word is not None and word.state in OPEN:
-            self._table.poll(handle.slot, handle.generation, now_ns)  # its deadline, if it passed
-            word = self._table.read(handle.slot, handle.generation)
-        if word is not None and word.state in OPEN:
+        if self._table.poll(handle.slot, handle.generation, now_ns) in OPEN:
             return
+        word = self._table.read(handle.slot, handle.generation)
         room.ending = True
         room.chunks.clear()
         room.pieces.clear()

@@ -133,7 +133,11 @@ class KVRoom:
             _, slot, generation = self._handles[0]
             state = poll(slot, generation, now_ns)
         else:
-            state = agree(poll(h.slot, h.generation, now_ns) for h in self._handles)
+            polled = (poll(h.slot, h.generation, now_ns) for h in self._handles)
+            states = [each for each in polled if each is not None]
+            state = agree(states) if len(states) == len(self._handles) else None
+        if state is None:
+            raise Closed(f"room {self.room} was cleared, and not by this object")
         if state in TERMINAL:
             self._conclude(state, now_ns)
         return state

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from pdrt.errors import Closed
 from pdrt.protocol.states import ON_EXPIRY, TIMEOUT_OF, Event, Reason, Role
 from pdrt.shm_status import (
     CLAIMED,
@@ -197,7 +196,7 @@ def call_of(table: StatusTable, told: Told) -> Callable[[], object]:
     if operation == "claim":
         return lambda: table.open(ROOM, 0, now_ns=0)
     if operation == "expire":
-        return lambda: _poll(table, generation)
+        return lambda: table.poll(SLOT, generation, LATE_NS)
     if operation == "set_quiet":
         return lambda: table.set_quiet(SLOT, generation)
     if operation == "clear":
@@ -208,13 +207,6 @@ def call_of(table: StatusTable, told: Told) -> Callable[[], object]:
     reason = REASONS[told.reason] if event is Event.FAULT else Reason.NONE
     owner = Owner(WORKER_ROW, told.me) if event is Event.CHUNK_POSTED else None
     return lambda: table.move(SLOT, generation, event, now_ns=0, reason=reason, owner=owner)
-
-
-def _poll(table: StatusTable, generation: int) -> None:
-    try:
-        table.poll(SLOT, generation, LATE_NS)
-    except Closed:  # the room was cleared meanwhile: then it has ended
-        pass
 
 
 def parse(text: str) -> list[Told]:

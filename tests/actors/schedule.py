@@ -82,6 +82,7 @@ class Setting:
     spin_ms: int = 1
     renew_ms: int = 0
     foreign: bool = False  # decodes have another KV layout
+    preempted: int = 0  # instructions between two that another process gets in between; 0: never
 
     @property
     def rooms(self) -> int:
@@ -112,6 +113,7 @@ class Setting:
             deaf=self.deaf,
             spin_ms=self.spin_ms,
             renew_ms=self.renew_ms,
+            preempted=self.preempted,
         )
         weather = world.post.weather
         weather.loss, weather.repeat, weather.delay_ms = self.loss, self.repeat, self.delay_ms
@@ -247,6 +249,7 @@ def setting(seed: int) -> Setting:
         spin_ms=rng.choice([1, 1, 5]),
         renew_ms=rng.choice([0, 100]),
         foreign=rng.random() < 0.01,
+        preempted=rng.choice([0, 0, 30, 300]),
     )
 
 
@@ -320,12 +323,32 @@ def _fault(rng: random.Random, where: Setting) -> list[Act]:
             return [Act(at_ms, "fail", (tree, rng.randint(1, 4)))]
         case "storm":
             return [Act(at_ms, "storm", (tree, rng.choice([0.5, 1.0])))]
+        case "absence":
+            return _absence(rng, at_ms, tree, decode if tree == "prefill" else "prefill")
         case _ if rng.random() < 0.5:
             return [Act(at_ms, "replace", (tree,))]
         case _:
             gone = [Act(at_ms, "desert", (tree, rng.random() < 0.5))]
             back = rng.random() < 0.7
             return [*gone, Act(at_ms + lasting_ms, "revive", (tree,))] if back else gone
+
+
+def _absence(rng: random.Random, at_ms: int, tree: str, other: str) -> list[Act]:
+    """A listener is away for a while, and does not see what happens in it."""
+    away_ms = rng.choice([50, 150, 400])
+    unseen = [
+        Act(at_ms + rng.randrange(away_ms), *rng.choice([
+            ("replace", (other,)),
+            ("storm", (tree, 0.5)),
+            ("storm", (other, 0.5)),
+            ("kill", (tree, "worker0")),
+            ("kill", (tree, "engine")),
+            ("kill", (other, "listener", away_ms)),
+            ("kill", (other, "engine")),
+        ]))
+        for _ in range(rng.randint(1, 3))
+    ]  # fmt: skip
+    return [Act(at_ms, "kill", (tree, "listener", away_ms)), *unseen]
 
 
 #: How often each comes.
@@ -338,6 +361,7 @@ TROUBLES = {
     "fail": 2,
     "storm": 2,
     "tree": 2,
+    "absence": 3,
 }
 
 

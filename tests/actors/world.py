@@ -24,6 +24,7 @@ from tests.actors.engines import DecodeEngine, Engine, Job, Ledger, Plan, Prefil
 from tests.actors.fabric import Fabric, NixlLike, ShmLike
 from tests.actors.laws import Watch, Witness, leftovers
 from tests.actors.post import Box, Post
+from tests.actors.preempt import Preempt
 from tests.actors.tree import Process, Shape, Skewed, Tree, control_of
 
 LAYOUT = Layout(
@@ -58,10 +59,12 @@ class World:
         decode_layout: Layout | None = None,
         witness: Witness | None = None,
         skews_ns: Mapping[str, int] | None = None,
+        preempted: int = 0,
         **shape: Any,
     ) -> None:
-        """`skews_ns`: how far the clock of a tree is ahead, by its name; `shape`: see
-        `tree.Shape`."""
+        """`skews_ns`: how far the clock of a tree is ahead, by its name; `preempted`: after so many
+        instructions, in the mean, a process has to wait for another (0: its turns are atomic);
+        `shape`: see `tree.Shape`."""
         self.rng = random.Random(seed)
         self.clock = ManualClock(10 * SECOND_NS)
         self.post = Post(seed)
@@ -77,6 +80,7 @@ class World:
         self._deserted: dict[str, Tree] = {}
         self._retired: list[Tree] = []
         self.zombie_steps = self.rng.randrange(0, 30)
+        self.preempt = Preempt(seed, preempted, self.clock) if preempted else None
         self.trees: dict[str, Tree] = {}
         self._watches: dict[str, Watch] = {}
         self.add("prefill", Role.PREFILL, self.layout)
@@ -100,6 +104,8 @@ class World:
         tree.decodes_mapped_by = self._transports_of
         self.trees[name] = tree
         self._watches[name] = Watch(tree, self._witness)
+        if self.preempt is not None:
+            self.preempt.attach(tree)
         return tree
 
     def _transports_of(self, peer: int) -> list[NixlLike]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pdrt.errors import Closed, TableFull
+from pdrt.errors import TableFull
 from pdrt.protocol.states import Event, Reason
 from pdrt.shm_status import Handle, Owner, StatusTable
 from tests.table.views import LATE_NS, NOW
@@ -68,16 +68,13 @@ def mover(event: Event, reason: Reason = Reason.NONE, owner: Owner | None = None
 
 
 def poll_late(table: StatusTable, h: Handle) -> object:
-    try:
-        return table.poll(h.slot, h.generation, LATE_NS)
-    except Closed:
-        return Closed
+    return table.poll(h.slot, h.generation, LATE_NS)
 
 
 def poll_many_late(table: StatusTable, h: Handle) -> object:
     slots, generations = np.array([h.slot]), np.array([h.generation], dtype=np.uint64)
     state = int(table.poll_many(slots, generations, LATE_NS)[0])
-    return Closed if state == 255 else state
+    return None if state == 255 else state
 
 
 def discard(table: StatusTable, h: Handle) -> None:

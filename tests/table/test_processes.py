@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 
 from pdrt.child import Descriptor
 from pdrt.clock import MILLISECOND_NS
-from pdrt.errors import Closed, TableFull
+from pdrt.errors import TableFull
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason, Role
 from pdrt.shm_status import (
@@ -91,10 +91,7 @@ def push(
 ) -> None:
     if chance.random() < 0.1:
         before = int(table.counters[table.me.row, Counter.DEADLINES])
-        try:
-            table.poll(slot, generation, LATE_NS)
-        except Closed:
-            pass
+        table.poll(slot, generation, LATE_NS)
         if table.counters[table.me.row, Counter.DEADLINES] != before:
             deeds.ended.append((slot, generation))
         return

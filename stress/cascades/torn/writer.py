@@ -13,7 +13,7 @@ from collections import deque
 from pathlib import Path
 
 from pdrt.clock import SECOND_NS, monotonic_ns
-from pdrt.errors import Closed, TableFull
+from pdrt.errors import TableFull
 from pdrt.protocol.states import Event, KVPoll, Reason, Role
 from pdrt.shm_status import CLAIMED, GENERATION_SHIFT, OWNER_SHIFT, QUIET_BIT, STATE_MASK, Owner
 from stress.cascades.history import Writer as History
@@ -78,10 +78,7 @@ class Writer:
             reason = self._chance.choice(REASONS)
             table.move(slot, generation, Event.FAULT, now_ns=now_ns, reason=reason)
         elif draw < 0.08:
-            try:
-                table.poll(slot, generation, now_ns + LATE_NS)
-            except Closed:
-                return
+            table.poll(slot, generation, now_ns + LATE_NS)
         elif draw < 0.3:
             self._tell(slot, generation, now_ns)
         elif word & STATE_MASK == KVPoll.Bootstrapping:
@@ -135,11 +132,7 @@ class Writer:
         changed = table.move(slot, generation, event, now_ns=now_ns, reason=reason)
         changed |= table.set_quiet(slot, generation) or table.clear(slot, generation)
         table.discard(slot, generation)
-        try:
-            table.poll(slot, generation, now_ns + LATE_NS)
-            changed = True
-        except Closed:
-            pass
+        changed |= table.poll(slot, generation, now_ns + LATE_NS) is not None
         if changed:
             self.faults.append(f"slot {slot}: a handle of generation {generation} changed a room")
 

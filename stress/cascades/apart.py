@@ -22,6 +22,7 @@ import msgspec
 import psutil
 
 from stress.bench.trees import ROOT, tie_to_parent
+from stress.cascades.logs import errors_in
 from stress.cascades.piece import Outcome, Piece
 
 #: Modules, in the order they are played.
@@ -45,6 +46,7 @@ UNSHARE = (
 INSIDE = ("sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh")
 END_S = 10.0  # until nothing of a piece is left
 GRACE_S = 30.0  # to judge the histories
+ERRORS_SHOWN = 12
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -153,6 +155,9 @@ def main() -> None:
         traceback.print_exc()
         outcome.violations.append(f"{type(error).__name__}: {error}")
     outcome.took_s = piece.spent_s()
+    errors = list(errors_in(place))
+    outcome.none("errors of their own", len(errors), "pieces")
+    outcome.violations += [f"errors of their own: {line}" for line in errors[:ERRORS_SHOWN]]
     left = strays()
     outcome.none("processes left behind", len(left), "pieces")
     outcome.violations += [f"left behind: {line}" for line in left]

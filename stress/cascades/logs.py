@@ -1,0 +1,48 @@
+"""What the trees say of themselves in their logs: that a process ended by an error of its own.
+
+No history shows it.  A process that is killed, hung or fenced is replaced, and so is one that has
+failed, in the same few milliseconds; only its supervisor knows which it was.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+TREES = ("prefill*.log", "decode*.log")
+ENDED = re.compile(r" ended name=(\S+) incarnation=(\d+) cause='(.*)'")
+#: By the cascade, by an end in order, or by its supervisor, which says why.
+LAWFUL = re.compile(r"ended by SIG(KILL|TERM)$|hung: |restart: |stopped for |not ready within ")
+TRACEBACK = "Traceback (most recent call last):"
+
+
+def errors_in(folder: Path) -> Iterator[str]:
+    """A sentence for each process that ended by itself, and for each error that was caught."""
+    for pattern in TREES:
+        for path in sorted(folder.glob(pattern)):
+            yield from _errors(path.stem, path.read_text(errors="replace").splitlines())
+
+
+def _errors(tree: str, lines: list[str]) -> Iterator[str]:
+    error = ""  # what the last traceback came to, until somebody ended by it
+    for number, line in enumerate(lines):
+        if TRACEBACK in line:
+            if error:
+                yield f"{tree}: {error}"
+            error = _last_of(lines, number)
+        elif (found := ENDED.search(line)) and not LAWFUL.match(found[3]):
+            name, incarnation, cause = found.groups()
+            yield f"{tree}: {name} {incarnation} ended by {cause!r}; {error or 'without a word'}"
+            error = ""
+    if error:
+        yield f"{tree}: {error}"
+
+
+def _last_of(lines: list[str], number: int) -> str:
+    """The line that names the error: the first after the traceback that is indented no deeper."""
+    depth = len(lines[number]) - len(lines[number].lstrip())
+    for line in lines[number + 1 :]:
+        if line.strip() and len(line) - len(line.lstrip()) <= depth:
+            return line.strip()
+    return "a traceback without an end"

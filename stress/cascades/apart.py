@@ -22,7 +22,7 @@ import msgspec
 import psutil
 
 from stress.bench.trees import ROOT, tie_to_parent
-from stress.cascades.logs import errors_in
+from stress.cascades.logs import deaths_in, errors_in
 from stress.cascades.piece import Outcome, Piece
 
 #: Modules, in the order they are played.
@@ -155,6 +155,8 @@ def main() -> None:
         traceback.print_exc()
         outcome.violations.append(f"{type(error).__name__}: {error}")
     outcome.took_s = piece.spent_s()
+    for death, times in sorted(deaths_in(place).items()):
+        outcome.count(f"as supervisors say: {death}", times)
     errors = list(errors_in(place))
     outcome.none("errors of their own", len(errors), "pieces")
     outcome.violations += [f"errors of their own: {line}" for line in errors[:ERRORS_SHOWN]]

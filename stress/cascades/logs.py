@@ -7,21 +7,38 @@ failed, in the same few milliseconds; only its supervisor knows which it was.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 TREES = ("prefill*.log", "decode*.log")
 ENDED = re.compile(r" ended name=(\S+) incarnation=(\d+) cause='(.*)'")
 #: By the cascade, by an end in order, or by its supervisor, which says why.
-LAWFUL = re.compile(r"ended by SIG(KILL|TERM)$|hung: |restart: |stopped for |not ready within ")
+LAWFUL = re.compile(r"ended by SIG(?:KILL|TERM)$|hung|restart|stopped|not ready")
 TRACEBACK = "Traceback (most recent call last):"
+
+
+def deaths_in(folder: Path) -> Counter[str]:
+    """How many processes of a role ended in which way."""
+    found: Counter[str] = Counter()
+    for _, lines in _logs(folder):
+        for death in filter(None, map(ENDED.search, lines)):
+            name, _, cause = death.groups()
+            lawful = LAWFUL.match(cause)
+            found[f"{name} {lawful[0] if lawful else cause}"] += 1
+    return found
 
 
 def errors_in(folder: Path) -> Iterator[str]:
     """A sentence for each process that ended by itself, and for each error that was caught."""
+    for tree, lines in _logs(folder):
+        yield from _errors(tree, lines)
+
+
+def _logs(folder: Path) -> Iterator[tuple[str, list[str]]]:
     for pattern in TREES:
         for path in sorted(folder.glob(pattern)):
-            yield from _errors(path.stem, path.read_text(errors="replace").splitlines())
+            yield path.stem, path.read_text(errors="replace").splitlines()
 
 
 def _errors(tree: str, lines: list[str]) -> Iterator[str]:

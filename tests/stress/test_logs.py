@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stress.cascades.logs import errors_in
+from stress.cascades.logs import deaths_in, errors_in
 from tests.supervisor import kids
 from tests.supervisor.kids import (
     MemoryBoard,
@@ -73,6 +73,13 @@ def test_what_a_supervisor_says_of_its_dead_is_understood(
 )
 def test_who_is_killed_did_not_fail(tmp_path: Path, cause: str) -> None:
     assert not found(tmp_path, ENDED.format(cause))
+    assert sum(deaths_in(tmp_path).values()) == 1
+
+
+def test_deaths_are_counted_by_role_and_cause(tmp_path: Path) -> None:
+    rooms = [ENDED.format(f"restart: room {n} did not become quiet") for n in range(3)]
+    found(tmp_path, "".join([*rooms, TRACEBACK, ENDED.format("exit code 1")]))
+    assert deaths_in(tmp_path) == {"worker0 restart": 3, "worker0 exit code 1": 1}
 
 
 @pytest.mark.parametrize("cause", ["exit code 1", "ended by SIGSEGV", "ended by SIGABRT"])

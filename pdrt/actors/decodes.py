@@ -7,7 +7,7 @@ rank. Whatever is lost here is asked for again with `Resync`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import msgspec
@@ -303,12 +303,11 @@ class Decodes:
             lost.append((decode, Reason.PEER_LOST))
         return lost
 
-    def unwanted(self, rooms: Iterable[Room], now_ns: int) -> list[Room]:
+    def unwanted(self, rooms: Collection[Room], now_ns: int) -> list[Room]:
         """Those that no living decode will ask for."""
-        rooms = list(rooms)
         return [*self.missing.rooms(rooms, now_ns), *self._orphans(rooms, now_ns)]
 
-    def _orphans(self, rooms: list[Room], now_ns: int) -> list[Room]:
+    def _orphans(self, rooms: Collection[Room], now_ns: int) -> list[Room]:
         """Once, when all that live have come to us: rooms that a listener before us matched with
         another.  The table remembers with whom."""
         if self._mourned or not self._all_have_come(now_ns):

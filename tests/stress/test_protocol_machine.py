@@ -52,6 +52,7 @@ SETTINGS = st.builds(
     rooms_max=st.sampled_from([4, 256]),
     remembered=st.just(0),
     born=st.sampled_from([1, 2045]),
+    preempted=st.sampled_from([0, 20]),
 )
 
 

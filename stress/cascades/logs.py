@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 TREES = ("prefill*.log", "decode*.log")
@@ -29,14 +29,14 @@ def deaths_in(folder: Path) -> Counter[str]:
     return found
 
 
-def errors_in(folder: Path) -> Iterator[str]:
+def errors_in(folder: Path, *patterns: str) -> Iterator[str]:
     """A sentence for each process that ended by itself, and for each error that was caught."""
-    for tree, lines in _logs(folder):
+    for tree, lines in _logs(folder, patterns or TREES):
         yield from _errors(tree, lines)
 
 
-def _logs(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    for pattern in TREES:
+def _logs(folder: Path, patterns: Sequence[str] = TREES) -> Iterator[tuple[str, list[str]]]:
+    for pattern in patterns:
         for path in sorted(folder.glob(pattern)):
             yield path.stem, path.read_text(errors="replace").splitlines()
 

@@ -462,6 +462,19 @@ def test_outages_in_turn_explain_a_deadline_as_one_long_one_does(
     assert (findings.violations == []) is explained
 
 
+@pytest.mark.parametrize(("away_ms", "explained"), [(2000, False), (2600, True)])
+def test_a_listener_that_is_away_for_long_is_a_lost_peer(away_ms: int, explained: bool) -> None:
+    """The other half goes on, so its end explains nothing."""
+    book = Book()
+    opened(book)
+    book.signal(2, Role.LISTENER, Mode.KILL, pid=70)
+    book.now += away_ms * 1_000_000
+    book.back(2, Role.LISTENER, Mode.KILL, pid=70)
+    ended(book, 0, words.FAILED, words.PEER_LOST)
+    over(book)
+    assert book.judge().found("untouched rooms failed") == (not explained)
+
+
 def test_what_several_outages_cover_is_counted_once() -> None:
     spans = [(0.0, 2.0), (1.5, 3.0), (2.0, 2.5), (5.0, 6.0), (8.0, math.inf)]
     assert covered_s(spans, 1.0, 9.0) == 2.0 + 1.0 + 1.0

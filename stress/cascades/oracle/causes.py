@@ -18,6 +18,7 @@ MOVERS = (Role.WORKER, *WHOLE)
 NEVER = (
     words.NONE, words.BAD_DESTINATION, words.LAYOUT_MISMATCH, words.CORRUPT_AUX, words.RANK_FAILED
 )  # fmt: skip
+LOST_S = 2.4  # a peer is lost that says nothing for 3 s; its last word was half a second old
 RESTARTED_S = 12.0  # after a tree was killed its peers may find that out as late as this
 PREFILL_TREES = (0, 1)  # their workers' deaths leave decode's rooms unquiet
 UNTOUCHED = "untouched rooms failed"
@@ -84,7 +85,8 @@ def explained(
             stood_still = faults.touching(both, *span, Role.PLAYER, *MOVERS, ours=True)
             return faults.outage(both, *span) or bool(stood_still)
         case words.PEER_LOST:
-            return other_failed or touched(both, Role.PLAYER, *MOVERS)
+            silent = faults.outage(others, *span, LOST_S)  # nobody was there who could beat
+            return other_failed or silent or touched(both, Role.PLAYER, *MOVERS)
         case words.PEER_RESTARTED:
             return faults.before(half.verdict_s, RESTARTED_S, *WHOLE)
         case words.WORKER_DIED | words.TRANSPORT_FAILED:

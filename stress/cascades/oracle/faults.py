@@ -106,13 +106,19 @@ class Faults:
             if fault.role in roles and fault.touches(opened_s, verdict_s) and fault.asked >= ours
         ]
 
-    def outage(self, trees: Iterable[int], opened_s: float, verdict_s: float) -> bool:
+    def outage(
+        self,
+        trees: Iterable[int],
+        opened_s: float,
+        verdict_s: float,
+        long_s: float = OUTAGE_S,
+    ) -> bool:
         """Was an actor away for long, or one after the other while the room was open?  With a warm
         standby each is back in milliseconds."""
         away = self.touching(trees, opened_s, verdict_s, Role.LISTENER, Role.WORKER)
-        if any(fault.lasted_s > OUTAGE_S for fault in away):
+        if any(fault.lasted_s > long_s for fault in away):
             return True
-        return covered_s((f.away_s for f in away), opened_s, verdict_s) > OUTAGE_S
+        return covered_s((f.away_s for f in away), opened_s, verdict_s) > long_s
 
     def silence(self, verdict_s: float) -> bool:
         """Was some listener away for long before then?  It may have been the one to say that a

@@ -167,8 +167,8 @@ class Past:
         return abort
 
     def refuse(self, key: Key, theirs: Theirs, reason: Reason) -> Abort:
-        """A destination that no room of ours has."""
-        return self._end(key, theirs, reason, quiet=True)
+        """A destination that no room of ours has.  One may have had it, and be forgotten."""
+        return self._end(key, theirs, reason, quiet=not self.taken.had(*theirs))
 
     def fail(self, room: Room) -> None:
         self._end(room.key, room.theirs, room.reason, quiet=room.is_quiet)

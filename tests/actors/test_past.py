@@ -15,9 +15,9 @@ from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.engine.room import AGAIN_MAX, AGAIN_NS
 from pdrt.engine.sender import KVSender
 from pdrt.mail.mailbox import Address
-from pdrt.protocol.messages import AnyMessage, Ended, Opened
+from pdrt.protocol.messages import AnyMessage, Destination, Ended, Opened
 from pdrt.protocol.states import Event, Reason
-from pdrt.shm_status import Word
+from pdrt.shm_status import Handle, Word
 from tests.actors.steps import succeeds, to_phase, until_verdict
 from tests.actors.world import World
 
@@ -44,6 +44,20 @@ def test_a_room_of_which_nobody_said_how_it_ended_is_still_to_be_heard_of() -> N
     seen.miss(1, 5)
     assert seen.is_news(1, 5)
     assert not seen.is_news(1, 5)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_what_was_given_to_a_room_is_not_called_quiet_because_it_is_refused_now(
+    given: bool,
+) -> None:
+    """How that room ended may be forgotten, and its bytes be under way."""
+    memory = past.Past("p#1", 0)
+    asked = Destination(7, 0, 3, 5, "d", 1, b"", 0, "p#1")
+    if given:
+        assert memory.taken.take(asked, Handle(7, 1, 9))
+    refused = memory.refuse((7, 0), past.theirs_of(asked), Reason.PEER_REFUSED)
+    assert refused.quiet is not given
+    assert memory.taken.take(asked, Handle(7, 2, 9)) is False, "nor is it given to another"
 
 
 def test_what_was_missed_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:

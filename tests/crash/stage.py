@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from stress.cascades.logs import errors_in
 from tests.crash.deal import Deal
 from tests.crash.party import AnyParty, Party
 from tests.crash.trees import START_S, Spawner, Tree
 from tests.waiting import wait_until
 
+ON_PURPOSE = ("fails on purpose", "pdrt.failpoints.Injected")
 OTHER = {"prefill": "decode", "decode": "prefill"}
 
 
@@ -117,7 +119,11 @@ class Stages(Generic[S]):
             stage.close()
 
     def close(self) -> None:
+        """Nothing in any tree may have failed by itself, whatever was done to it."""
         try:
             self.drop()
         finally:
             self._spawner.close()
+        errors = errors_in(self._folder, "*.log")
+        unmeant = [e for e in errors if not any(name in e for name in ON_PURPOSE)]
+        assert not unmeant, unmeant

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pdrt.cli.cluster import Cluster
+from stress.cascades.logs import errors_in
 from tests.serving.tiny_model import make_tiny_model
 
 #: Short, so that a test of a deadline takes seconds.
@@ -51,6 +52,17 @@ def make_cluster(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) ->
     return make
 
 
+@contextlib.contextmanager
+def started(cluster: Cluster) -> Iterator[Cluster]:
+    """And stopped.  Whatever was done to it, no process of it may have failed by itself: another
+    takes its place so soon that no client need notice."""
+    with cluster:
+        cluster.start()
+        yield cluster
+    errors = list(errors_in(cluster.prefill.log.parent))
+    assert not errors, errors
+
+
 @pytest.fixture(scope="module")
 def start_cluster(make_cluster: StartCluster) -> Iterator[StartCluster]:
     """As make_cluster, and started; stopped at the module's end, if the test did not."""
@@ -58,9 +70,7 @@ def start_cluster(make_cluster: StartCluster) -> Iterator[StartCluster]:
 
         def start(*flags: str, **options: Any) -> Cluster:
             # Standbys are `pair`'s, and tests/crash's; here their start would only cost time.
-            cluster = stack.enter_context(make_cluster("--no-standby", *flags, **options))
-            cluster.start()
-            return cluster
+            return stack.enter_context(started(make_cluster("--no-standby", *flags, **options)))
 
         yield start
 
@@ -70,6 +80,5 @@ def pair(make_cluster: StartCluster, request: pytest.FixtureRequest) -> Iterator
     """One prefill and one decode for every test that leaves them as it found them, whatever it
     killed.  Two devices, small chunks, short deadlines."""
     flags = ["--devices", "cpu:0,cpu:1", "--chunked-prefill-size", "64", "--quiet-timeout", "3"]
-    with make_cluster("--transport", request.param, *flags, *QUICK) as cluster:
-        cluster.start()
+    with started(make_cluster("--transport", request.param, *flags, *QUICK)) as cluster:
         yield cluster

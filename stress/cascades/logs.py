@@ -14,7 +14,7 @@ from pathlib import Path
 TREES = ("prefill*.log", "decode*.log")
 ENDED = re.compile(r" ended name=(\S+) incarnation=(\d+) cause='(.*)'")
 #: By the cascade, by an end in order, or by its supervisor, which says why.
-LAWFUL = re.compile(r"ended by SIG(?:KILL|TERM)$|hung|restart|stopped|not ready")
+LAWFUL = re.compile(r"ended by SIG(?:KILL|TERM)$|stop: |hung|restart|stopped|not ready")
 TRACEBACK = "Traceback (most recent call last):"
 
 

@@ -69,6 +69,7 @@ def test_what_a_supervisor_says_of_its_dead_is_understood(
         "restart: room 7 did not become quiet",
         "stopped for 1 s before it was ready",
         "not ready within 1 s",
+        "stop: SIGTERM",
     ],
 )
 def test_who_is_killed_did_not_fail(tmp_path: Path, cause: str) -> None:

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable
 
 from pdrt import failpoints
-from pdrt.shm_status import INCARNATION_MASK, StatusTable
+from pdrt.process_rows import INCARNATION_MASK
+from pdrt.shm_status import StatusTable
 
 log = logging.getLogger("pdrt.runtime")
 

@@ -52,10 +52,11 @@ from pdrt.errors import AttachFailed, BadConfig, DeploymentError, NoMemory, Port
 from pdrt.health import Health, HealthServer, build_app
 from pdrt.memfd import memory_fd
 from pdrt.metrics import TableCollector, exposition
+from pdrt.process_rows import INCARNATION_MASK, Owner
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.states import TIMEOUT_OF, KVPoll, Role
-from pdrt.shm_status import INCARNATION_MASK, Owner, StatusTable
+from pdrt.shm_status import StatusTable
 from pdrt.supervision import ChildSpec
 from pdrt.supervisor import Supervisor
 

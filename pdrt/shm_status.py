@@ -10,7 +10,7 @@ A slot is one room on one rank:
 
       0      8      16         24      32      40       48               88     96      104
     +------+------+----------+-------+-------+--------+----------------+------+-------+--------+
-    | word | room | deadline | moved | taken | opener | entered_ns x 5 | path | spare | detail |
+    | word | room | deadline | moved | taken | opener | entered_ns x 5 | path | use   | detail |
     +------+------+----------+-------+-------+--------+----------------+------+-------+--------+
 
 The word is everything that must change together, and changes only by compare-and-swap:
@@ -21,9 +21,10 @@ The word is everything that must change together, and changes only by compare-an
     +--------------+-------------+--------+--------+-------+-------+
 
 An even generation is a free slot, so a zero page reads as all free; an odd one is a live room.
-`deadline`, `moved`, `taken` and `path` carry the low 24 bits of the generation above a 40-bit value
-and change by compare-and-swap too: a writer of an older generation can change nothing of a newer
-room.  `path` is the transport's code (8 bits) and a digest of the peer's instance (32 bits).
+`deadline`, `moved`, `taken`, `path` and `use` carry the low 24 bits of the generation above a
+40-bit value and change by compare-and-swap too: a writer of an older generation can change nothing
+of a newer room.  `path` is the transport's code (8 bits) and a digest of the peer's instance (32).
+`use` is prefill's name of this use of the room id: ours on prefill, on decode the one that landed.
 `opener` is the engine that holds the room; `owner` in the word is the worker whose death ends it.
 
 Nothing here is locked: a process killed between any two instructions leaves the table usable.  A
@@ -47,6 +48,16 @@ from pdrt import failpoints
 from pdrt.clock import MILLISECOND_NS
 from pdrt.errors import AttachFailed, TableFull, is_exhausted
 from pdrt.memfd import memory_fd
+from pdrt.process_rows import (
+    HEADER_BYTES,
+    INCARNATION_MASK,
+    NOBODY,
+    OWNER_BYTES,
+    OWNERS_MAX,
+    ROWS_END,
+    Owner,
+    ProcessRows,
+)
 from pdrt.protocol.counters import COUNTERS_MAX, Counter, bucket_of
 from pdrt.protocol.states import (
     MOVES,
@@ -60,21 +71,16 @@ from pdrt.protocol.states import (
 )
 
 MAGIC = 0x7064_7274_5F73_6C31  # "pdrt_sl1"
-LAYOUT_VERSION = 2  # 2: the bound of renewals
-HEADER_BYTES = 4096
-OWNERS_MAX = 64
-OWNER_BYTES = 128
+LAYOUT_VERSION = 3  # 2: the bound of renewals; 3: the use of a room id
 SLOT_BYTES = 128  # two cache lines: neighbours never share a prefetched pair
 # magic version role slots owners counters pid start instance timeouts queue
 HEADER = struct.Struct("<QIIIIIIQ16s5QQ")
 
 ROOM, DEADLINE, MOVED, TAKEN, OPENER, ENTERED = 8, 16, 24, 32, 40, 48
-PATH, DETAIL, DETAIL_BYTES = 88, 104, 24
-O_IDENTITY, O_READY, O_PULSE, O_BEAT_NS, O_NAME = 0, 8, 16, 24, 64
+PATH, USE, DETAIL, DETAIL_BYTES = 88, 96, 104, 24
 
 STATE_MASK, QUIET_BIT = 0xF, 1 << 4
 REASON_SHIFT, OWNER_SHIFT, INCARNATION_SHIFT, GENERATION_SHIFT = 5, 13, 21, 32
-INCARNATION_MASK = 0x7FF
 OWNER_BITS = 0x7FFFF << OWNER_SHIFT  # owner and incarnation together
 CLAIMED = 0xF  # a state of the slot, not of a room: taken, not yet published
 TAG_SHIFT, TAG_MASK, VALUE_MASK = 40, 0xFFFFFF, (1 << 40) - 1
@@ -100,13 +106,6 @@ class Handle(NamedTuple):
     generation: int
 
 
-class Owner(NamedTuple):
-    """A process as the table knows it.  Row 0 is nobody."""
-
-    row: int
-    incarnation: int
-
-
 class Word(NamedTuple):
     state: KVPoll
     quiet: bool
@@ -118,9 +117,6 @@ class Word(NamedTuple):
     def untouched(self) -> bool:
         """Was no byte of it ever allowed to move?  Who moves them is named before the first."""
         return not self.owner.row
-
-
-NOBODY = Owner(0, 0)
 
 
 def pack(state: int, quiet: bool, reason: int, owner: Owner, generation: int) -> int:
@@ -189,7 +185,7 @@ def create(
     return fd
 
 
-class StatusTable:
+class StatusTable(ProcessRows):
     """A process's view of the table.  `me` is written as the mover and owns the counters."""
 
     def __init__(self, fd: int, me: Owner = NOBODY) -> None:
@@ -214,8 +210,7 @@ class StatusTable:
             *timeouts,
             self.queue_ms,
         ) = HEADER.unpack_from(self.map)
-        self._counters = HEADER_BYTES + OWNERS_MAX * OWNER_BYTES
-        self._slots = self._counters + OWNERS_MAX * COUNTERS_MAX * 8
+        self._slots = ROWS_END + OWNERS_MAX * COUNTERS_MAX * 8
         whole = len(self.map) == self._slots + self.rooms_max * SLOT_BYTES
         ours = (MAGIC, LAYOUT_VERSION, OWNERS_MAX, COUNTERS_MAX)
         if (magic, version, owners, counters) != ours or role not in _ROLES or not whole:
@@ -237,10 +232,10 @@ class StatusTable:
         cells = np.frombuffer(self.map, dtype=np.uint64)
         self._rows = cells[self._slots // 8 :].reshape(self.rooms_max, SLOT_BYTES // 8)
         self.words: NDArray[np.uint64] = self._rows[:, 0]  # rooms_max words; to read many at once
-        self.counters: NDArray[np.uint64] = cells[self._counters // 8 : self._slots // 8].reshape(
+        self.counters: NDArray[np.uint64] = cells[ROWS_END // 8 : self._slots // 8].reshape(
             OWNERS_MAX, COUNTERS_MAX
         )
-        self._owners = cells[HEADER_BYTES // 8 : self._counters // 8].reshape(
+        self._owners = cells[HEADER_BYTES // 8 : ROWS_END // 8].reshape(
             OWNERS_MAX, OWNER_BYTES // 8
         )
         self._free: list[int] = []
@@ -266,9 +261,9 @@ class StatusTable:
 
     # --- rooms: open, move, read, clear ----------------------------------------------------------
 
-    def open(self, room: int, rank: int, *, now_ns: int) -> Handle:
-        """Claim a free slot and publish a room in Bootstrapping, opened by `me`.  Raises
-        TableFull."""
+    def open(self, room: int, rank: int, *, now_ns: int, use: int = 0) -> Handle:
+        """Claim a free slot and publish a room in Bootstrapping, opened by `me`.  `use` is the same
+        for all ranks of the room (prefill); 0 on decode.  Raises TableFull."""
         slot, generation = self._claim()
         failpoints.hit("table.open.claimed")
         at = self._slots + slot * SLOT_BYTES
@@ -286,6 +281,7 @@ class StatusTable:
         self.map[at + DETAIL : at + DETAIL + DETAIL_BYTES] = _NO_DETAIL
         store(at + ENTERED + 8 * KVPoll.Bootstrapping, now_ns)
         store(at + PATH, tag)
+        store(at + USE, tag | use & VALUE_MASK)
         failpoints.hit("table.open.before_word")
         store(at, pack(KVPoll.Bootstrapping, False, 0, NOBODY, generation))
         self.count(Counter.ROOMS_OPENED)
@@ -575,6 +571,21 @@ class StatusTable:
         value = 0 if self._valid(slot, generation) is None else self._load(at)
         return value & VALUE_MASK if value >> TAG_SHIFT == generation & TAG_MASK else 0
 
+    def use(self, slot: int, generation: int) -> int:
+        """Prefill's name of this use of the room id; 0 if there is none, and of a stale handle."""
+        value = 0
+        if self._valid(slot, generation) is not None:
+            value = self._load(self._slots + slot * SLOT_BYTES + USE)
+        return value & VALUE_MASK if value >> TAG_SHIFT == generation & TAG_MASK else 0
+
+    def settle_use(self, slot: int, generation: int, use: int) -> bool:
+        """Decode: is that the use whose bytes the room takes?  The first that asks decides."""
+        if self._valid(slot, generation) is None:
+            return False
+        unsettled = (generation & TAG_MASK) << TAG_SHIFT
+        self._cas(self._slots + slot * SLOT_BYTES + USE, unsettled, unsettled | use & VALUE_MASK)
+        return self.use(slot, generation) == use & VALUE_MASK
+
     def opener_row(self, slot: int) -> int:
         """Row of the engine that opened the room in the slot."""
         return self._load(self._slots + slot * SLOT_BYTES + OPENER) & 0xFF
@@ -609,49 +620,10 @@ class StatusTable:
         """Copies of whole slots, (len, 16) u64 in the order drawn above."""
         return self._rows[slots]
 
-    # --- processes -------------------------------------------------------------------------------
-
-    def incarnate(self, row: int, incarnation: int, pid: int, name: str) -> None:
-        """Supervisor: a new process takes the row.  It is not ready yet."""
-        at = HEADER_BYTES + row * OWNER_BYTES
-        self.map[at + O_NAME : at + O_NAME + 32] = name.encode()[:32].ljust(32, b"\0")
-        self._store(at + O_IDENTITY, (incarnation & INCARNATION_MASK) << 32 | pid)
-
-    def bury(self, row: int) -> None:
-        """Supervisor: the process is gone (its pidfd fired).  Its rooms may be swept."""
-        self._store(HEADER_BYTES + row * OWNER_BYTES + O_IDENTITY, 0)
-
-    def beat(self, now_ns: int) -> None:
-        """A process: I am turning.  `me` must be set."""
-        at = HEADER_BYTES + self.me.row * OWNER_BYTES
-        self._store(at + O_BEAT_NS, now_ns)
-        self._view.fetch_add_u64(at + O_PULSE, 1)
-
-    def announce_ready(self) -> None:
-        self._store(HEADER_BYTES + self.me.row * OWNER_BYTES + O_READY, self.me.incarnation)
-
-    def ready(self, row: int) -> bool:
-        """Has the present incarnation of the row announced itself?"""
-        at = HEADER_BYTES + row * OWNER_BYTES
-        identity = self._load(at + O_IDENTITY)
-        return identity != 0 and self._load(at + O_READY) & INCARNATION_MASK == identity >> 32
-
-    def pulse(self, row: int) -> int:
-        return self._load(HEADER_BYTES + row * OWNER_BYTES + O_PULSE)
-
-    def beat_ns(self, row: int) -> int:
-        return self._load(HEADER_BYTES + row * OWNER_BYTES + O_BEAT_NS)
-
-    def incarnation(self, row: int) -> int:
-        """Incarnation (11 bits) that lives in the row now; 0 if none."""
-        return self._load(HEADER_BYTES + row * OWNER_BYTES + O_IDENTITY) >> 32
-
-    def incarnations(self) -> NDArray[np.uint64]:
-        """Living incarnation of every row, (owners_max,)."""
-        return self._owners[:, 0] >> np.uint64(32)
+    # --- counters: one row each process ----------------------------------------------------------
 
     def count(self, counter: Counter, amount: int = 1, offset: int = 0) -> None:
         """Add to a counter of `me`.  Wait-free; one writer each."""
         self._view.fetch_add_u64(
-            self._counters + (self.me.row * COUNTERS_MAX + counter + offset) * 8, amount
+            ROWS_END + (self.me.row * COUNTERS_MAX + counter + offset) * 8, amount
         )

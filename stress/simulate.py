@@ -39,9 +39,6 @@ SHRINK_TRIES_MAX = 300
 FAILURES_MAX = 20  # then it is no use to go on
 MUTANT_SEEDS_MAX = 400
 
-#: Seeds of a fault that is found and not mended: docs/proof.md, "What is open".
-KNOWN = frozenset({8113, 316328})
-
 #: What no world can show: these are given by an engine, of what only it can see.
 BEYOND = frozenset({Reason.CORRUPT_AUX})
 
@@ -109,7 +106,6 @@ class Report:
             "steps": len(STEPS),
             "steps_never_tried": [_step(step) for step in STEPS if step not in tally.steps],
             "reasons_never_seen": [r.name for r in Reason if r not in tally.reasons],
-            "known_to_fail": sorted(tally.known),
             "failures": [dataclasses.asdict(f) | {"command": f.command} for f in self.failures],
             "failing_share_at_most": round(3 / max(1, tally.seeds), 6),  # by 95 %, if none failed
         }
@@ -150,8 +146,6 @@ def text(report: Report) -> str:
         "reasons never given: " + (", ".join(found["reasons_never_seen"]) or "none"),
         "",
     ]
-    if known := found["known_to_fail"]:
-        lines.append(f"known to fail, not mended yet (docs/proof.md, What is open): {known}")
     if report.failures:
         lines += [f"{len(report.failures)} FAILED", *map(str, report.failures)]
     else:
@@ -177,10 +171,7 @@ def play(first: int, seeds_count: int) -> tuple[Tally, list[Failure]]:
     """Some seeds, one after the other, in this process."""
     tally, begun_s = Tally(), time.process_time()
     with _silence():
-        played = [
-            play_known(seed, tally) if seed in KNOWN else play_one(seed, tally)
-            for seed in range(first, first + seeds_count)
-        ]
+        played = [play_one(seed, tally) for seed in range(first, first + seeds_count)]
     tally.cpu_s = time.process_time() - begun_s
     return tally, [failed for failed in played if failed is not None]
 
@@ -193,15 +184,6 @@ def play_one(seed: int, tally: Tally) -> Failure | None:
     fewer = schedule.shrink(where, acts, SHRINK_TRIES_MAX)
     line = schedule.failure(where, fewer) or "did not fail again"
     return Failure(seed, line, str(where), tuple(map(str, fewer)))
-
-
-def play_known(seed: int, tally: Tally) -> Failure | None:
-    """One that is known to fail, and to be mended: a failure if it does not."""
-    tally.known[seed] += 1
-    where = schedule.setting(seed)
-    if schedule.failure(where, schedule.schedule(where)) is not None:
-        return None
-    return Failure(seed, "it holds by now: take it off KNOWN", str(where), ())
 
 
 def _leave_interrupts() -> None:

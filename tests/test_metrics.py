@@ -11,10 +11,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pdrt.clock import SECOND_NS
 from pdrt.metrics import SIMPLE, StatsCollector, TableCollector, exposition
+from pdrt.process_rows import Owner
 from pdrt.protocol.codec import Malformed
 from pdrt.protocol.counters import BUCKETS, Counter, bucket_of
 from pdrt.protocol.states import Event, KVPoll, Reason, Role
-from pdrt.shm_status import Owner, StatusTable, create
+from pdrt.shm_status import StatusTable, create
 
 NOW = 10**15
 ROLE = (("role", "prefill"),)

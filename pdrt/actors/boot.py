@@ -26,9 +26,10 @@ from pdrt.errors import AttachFailed
 from pdrt.logs import start_logging
 from pdrt.mail.knock import Knocks
 from pdrt.mail.mailbox import Mailbox
+from pdrt.process_rows import Owner
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.states import Role
-from pdrt.shm_status import Owner, StatusTable
+from pdrt.shm_status import StatusTable
 from pdrt.transports.base import Region, Transport, TransportError
 
 if TYPE_CHECKING:

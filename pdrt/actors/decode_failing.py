@@ -25,7 +25,7 @@ from pdrt.clock import MILLISECOND_NS, SECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
-from pdrt.protocol.messages import Abort, AbortTaken, Declined, Destination
+from pdrt.protocol.messages import Abort, AbortTaken, Declined, Destination, Landed
 from pdrt.protocol.peers import instance_digest
 from pdrt.protocol.states import KVPoll, Reason, told_by_peer
 from pdrt.shm_status import (
@@ -53,9 +53,12 @@ class Room:
     handle: Handle
     rank: int
     peer: str  # prefill's host:port
+    lead: tuple[int, int] = (-1, 0)  # slot and generation of rank 0
     whole: bool = False  # we knew it before it had a destination, so nobody else has sent that
     destination: Destination | None = None
     session: str = ""  # the first that was sent the destination; "" if none was
+    shared: bool = False  # others were sent it, too
+    landed: Landed | None = None  # what a worker said, until its listener confirms it
     taken: bool = False  # prefill acknowledged the destination
     due_ns: int = 0  # of the next destination or expect
     pause_ns: int = 0
@@ -65,6 +68,12 @@ class Room:
     told_ns: int = 0  # since when, by us
     told_session: str = ""  # which of its listeners does
     until_ns: int = 0
+
+    @property
+    def is_sole(self) -> bool:
+        """Was one listener of prefill's at most ever sent the destination?  It gives that to one
+        room, so a Landed is of all bytes that may come."""
+        return self.whole and not self.shared
 
 
 class Failing:
@@ -174,6 +183,9 @@ class Failing:
             return
         if not self.is_orphan(Handle(said.room, said.slot, said.generation), prefill):
             self.become_quiet(said.slot, said.generation)
+
+    def find(self, handle: Handle) -> Room | None:
+        return self._rooms.get(handle)
 
     def become_quiet(self, slot: int, generation: int) -> None:
         failpoints.hit("decode.quiet.before_mark")

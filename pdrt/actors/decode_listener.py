@@ -16,6 +16,7 @@ import numpy as np
 from pdrt import failpoints
 from pdrt.actors.base import BUSY_MS, CONTROL_DOOR, IDLE_MS
 from pdrt.actors.decode_failing import PAUSE_MAX_NS, Failing, Room
+from pdrt.actors.landing import Landing
 from pdrt.actors.past import Seen
 from pdrt.actors.prefills import Prefill, Prefills
 from pdrt.clock import MILLISECOND_NS, to_ns
@@ -87,6 +88,7 @@ class DecodeListener:
         self._rooms: dict[int, Room] = {}  # by slot
         self._seen = Seen()
         self._failing = Failing(instance, table, mailbox, timeouts, self._prefills, wake)
+        self._landing = Landing(instance, table, self._failing, wake)
         self._scanned_ns = self._beaten_ns = 0
 
     # --- messages --------------------------------------------------------------------------------
@@ -198,7 +200,8 @@ class DecodeListener:
             self._look(older, now_ns)
         self._seen.note(opened.slot, opened.generation)
         whole = state < KVPoll.Transferring
-        room = self._rooms[opened.slot] = Room(handle, opened.rank, opened.peer, whole)
+        lead = opened.lead, opened.lead_generation
+        room = self._rooms[opened.slot] = Room(handle, opened.rank, opened.peer, lead, whole)
         room.due_ns = now_ns + EXPECT_AFTER_NS
         prefill = self._prefills.dial(opened.peer, now_ns)
         if prefill.refusal is not Reason.NONE:
@@ -235,6 +238,8 @@ class DecodeListener:
         prefill = self._prefills.get(room.peer)
         if room.destination is None or room.failed or prefill is None or not prefill.ready:
             return
+        if room.landed is not None:
+            return  # its bytes are there; nobody else is to send them
         room.pause_ns = to_ns(self._timeouts.resend_s)
         room.due_ns = now_ns + room.pause_ns
         self._post_destination(room, room.destination, prefill)
@@ -244,6 +249,7 @@ class DecodeListener:
         if self._table.state(*room.handle[1:]) is not KVPoll.Transferring:
             return
         room.session = room.session or prefill.session
+        room.shared |= room.session != prefill.session
         copy = msgspec.structs.replace(destination, session=prefill.session)
         self._mailbox.post(prefill.link, copy)
 
@@ -260,29 +266,15 @@ class DecodeListener:
             self._failing.disown(sender, taken.slot, taken.generation)
 
     def _on_landed(self, sender: Address, landed: Landed, now_ns: int) -> None:
-        slot, generation = landed.slot, landed.generation
-        self._mailbox.post(sender, NewsTaken(slot, generation, landed.instance), lazy=True)
-        state = self._table.state(slot, generation)
-        # A tree before us may have had this address, and a room in this slot.
-        ours = landed.instance == self._instance
-        if state is None or not ours or state is KVPoll.Success:
-            self._table.count(Counter.LATE)
-            return
-        if state is KVPoll.Failed:  # too late to count, but nothing is moving any more
-            self._failing.become_quiet(slot, generation)
-            return
-        self._table.set_moved(slot, generation, landed.length_bytes)
-        self._table.set_taken(slot, generation, max(1, landed.chunks))
+        slot, generation, instance = landed.slot, landed.generation, landed.instance
         room = self._find(slot, generation)
-        failpoints.hit("decode.landed.before_move")
-        if self._table.move(slot, generation, Event.LANDED, now_ns=now_ns):
-            failpoints.hit("decode.landed.after_move")
-            self._table.count(Counter.BYTES_MOVED, landed.length_bytes)
-            self._table.count(Counter.CHUNKS_MOVED, landed.chunks)
-            self._wake(self._table.opener_row(slot))
-            if room is not None:
-                self._leave(room)
+        prefill = self._prefills.by_link(sender)
+        confirmed = prefill is not None and landed.session == prefill.session
+        if self._landing.take(landed, room, now_ns, confirmed=confirmed):
+            self._mailbox.post(sender, NewsTaken(slot, generation, instance), lazy=True)
         elif room is not None:
+            self._ask(room)
+        if room is not None:
             self._look(room, now_ns)
 
     def _on_abort(self, sender: Address, abort: Abort, now_ns: int) -> None:
@@ -390,10 +382,16 @@ class DecodeListener:
             room.pause_ns = min(max(2 * room.pause_ns, EXPECT_AFTER_NS), PAUSE_MAX_NS)
             room.due_ns = now_ns + room.pause_ns
             self._peer_known(room, prefill, now_ns)  # should what said so have been dropped midway
-            if room.destination is not None and not room.taken:
+            if room.destination is not None and not room.taken and room.landed is None:
                 self._table.count(Counter.RESENDS)
                 self._post_destination(room, room.destination, prefill)
                 continue
-            id_, slot, generation = room.handle
-            whose = id_, room.rank, slot, generation, self._instance
-            self._mailbox.post(prefill.link, Expect(*whose, room.taken, room.session))
+            self._ask(room)
+
+    def _ask(self, room: Room) -> None:
+        """What of it?  Or, if it has landed: may that be believed?"""
+        prefill = self._prefills.get(room.peer)
+        if prefill is not None and prefill.ready:
+            whose = room.handle.room, room.rank, *room.handle[1:], self._instance
+            landed = room.landed.use if room.landed is not None else 0
+            self._mailbox.post(prefill.link, Expect(*whose, room.taken, room.session, landed))

@@ -21,6 +21,7 @@ from pdrt.clock import MILLISECOND_NS, SECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.mail.knock import Knock
 from pdrt.mail.mailbox import Address, Postman
+from pdrt.process_rows import INCARNATION_MASK
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout
 from pdrt.protocol.messages import (
@@ -40,7 +41,7 @@ from pdrt.protocol.messages import (
 )
 from pdrt.protocol.peers import instance_digest
 from pdrt.protocol.states import Reason
-from pdrt.shm_status import INCARNATION_MASK, StatusTable, peer_of
+from pdrt.shm_status import StatusTable, peer_of
 
 DECODES_MAX = 4096
 OFFERS_BYTES_MAX = 64 << 10  # of one agent; all decodes' are kept

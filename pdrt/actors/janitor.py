@@ -14,6 +14,7 @@ import numpy as np
 from pdrt import failpoints
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, to_ns
 from pdrt.config import Timeouts
+from pdrt.process_rows import INCARNATION_MASK
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.peers import transport_code
 from pdrt.protocol.states import OPEN, Event, KVPoll, Reason, Role
@@ -22,7 +23,6 @@ from pdrt.shm_status import (
     DEADLINE,
     ENTERED,
     GENERATION_SHIFT,
-    INCARNATION_MASK,
     INCARNATION_SHIFT,
     OPENER,
     OWNER_SHIFT,

@@ -11,7 +11,7 @@ import numpy as np
 
 from pdrt.actors.paths import Path
 from pdrt.protocol.layout import AUX_ROW_BYTES, RegionMap
-from pdrt.protocol.messages import Chunk, Destination
+from pdrt.protocol.messages import Chunk, Destination, Landed
 from pdrt.shm_status import Handle
 from pdrt.transports.base import Indices
 
@@ -29,6 +29,7 @@ class Piece(NamedTuple):
 @dataclass(slots=True)
 class Room:
     handle: Handle
+    use: int  # of the room id, see Landed
     chunks: list[Chunk] = field(default_factory=list)  # taken, not yet posted
     next_index: int = 0
     destination: Destination | None = None
@@ -67,3 +68,10 @@ class Room:
         self.pieces.extend(pieces)
         self.chunks_moved += 1
         self.last_queued |= chunk.last
+
+    def landed(self) -> Landed:
+        """What decode hears once all of it is in place."""
+        to = self.destination
+        assert to is not None
+        whose = to.room, to.rank, to.slot, to.generation
+        return Landed(*whose, self.moved_bytes, self.chunks_moved, to.instance, self.use)

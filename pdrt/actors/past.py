@@ -53,6 +53,7 @@ class Room:
 
     handle: Handle
     rank: int
+    use: int = 0  # of the room id, see Landed
     seen_ns: int = 0  # when we took note of it
     theirs: Theirs = NOBODY  # of the decode that waits for it
     claimed: bool = False  # a decode has asked for it
@@ -174,9 +175,28 @@ class Past:
         self._end(room.key, room.theirs, room.reason, quiet=room.is_quiet)
 
     def succeed(self, room: Room, moved_bytes: int) -> None:
-        instance, slot, generation = room.theirs
-        landed = Landed(*room.key, slot, generation, moved_bytes, 0, instance)
+        landed = self._landed(room.key, room.theirs, room.use, moved_bytes)
         self.remember(self.over, room.theirs, landed)
+
+    def _landed(self, key: Key, theirs: Theirs, use: int, moved_bytes: int = 0) -> Landed:
+        instance, slot, generation = theirs
+        return Landed(*key, slot, generation, moved_bytes, 0, instance, use, self._session)
+
+    def confirm(self, expect: Expect, room: Room | None) -> Landed | Abort | None:
+        """A worker says that a use has landed, and others may have been sent the destination before
+        us.  From now on no room of ours gets it.  None if `room`, which is open, has it and is not
+        of that use: how that ends is the answer."""
+        key, theirs, use = (expect.room, expect.rank), theirs_of(expect), expect.landed
+        if theirs not in self.over:
+            if room is not None and room.theirs == theirs and room.destination is not None:
+                if room.use != use:
+                    return None
+            elif self.taken.had(*theirs, but=use):
+                return self.lost(key, theirs)
+            self.forget_questions(key, theirs)
+            self.taken.spend(*theirs)
+            self.remember(self.over, theirs, self._landed(key, theirs, use))
+        return self.over[theirs]
 
     def give_up(self, key: Key, abort: Abort, now_ns: int, *, opened: bool) -> None:
         """A decode gave up a room of which we know nothing.  Unless the id is `opened` by another,

@@ -159,7 +159,7 @@ class PrefillListener:
             return  # failed since our first scan: whoever ended it says so, or decode asks
         self._seen.note(*handle[1:])
         by_shm = transport_of(self._table.path(*handle[1:])) == SHM
-        room = Room(handle, rank, now_ns, by_shm=by_shm)
+        room = Room(handle, rank, self._table.use(*handle[1:]), now_ns, by_shm=by_shm)
         if over:
             self._fail(room, word.reason, now_ns)
             return
@@ -177,10 +177,7 @@ class PrefillListener:
 
     def _on_destination(self, sender: Address, destination: Destination, now_ns: int) -> None:
         decode = self._decodes.get(destination.instance)
-        if decode is None:
-            self._decodes.resync(sender)
-            return
-        if destination.session != self._session:
+        if decode is None or destination.session != self._session:
             # For a predecessor of ours.  If the room is still open, decode sends it again for us.
             self._decodes.resync(sender)
             return
@@ -210,9 +207,9 @@ class PrefillListener:
             return
         handle = room.handle
         decode, theirs = self._decodes.get(destination.instance), theirs_of(destination)
-        if not self._past.taken.take(destination, handle):  # a late copy, its room is long over
+        if not self._past.taken.take(destination, handle, room.use):
             self._past.remember(self._past.over, theirs, self._past.lost(room.key, theirs))
-            return
+            return  # a late copy, its room is long over
         self._claim(room, theirs, now_ns)
         code = transport_code(decode.transport(destination.rank) if decode is not None else "")
         room.by_shm = code == SHM
@@ -256,10 +253,14 @@ class PrefillListener:
         return True
 
     def _on_expect(self, sender: Address, expect: Expect, now_ns: int) -> None:
-        if self._answer_past(sender, expect, now_ns):
-            return
         key, theirs = (expect.room, expect.rank), theirs_of(expect)
         room = self._by_id.get(key)
+        if expect.landed:
+            if theirs not in self._vanished and (answer := self._past.confirm(expect, room)):
+                self._mailbox.post(sender, answer)
+            return
+        if self._answer_past(sender, expect, now_ns):
+            return
         if room is not None and room.destination is None:
             room.doubted |= self._past.doubts(expect)
             self._claim(room, theirs, now_ns)
@@ -307,8 +308,7 @@ class PrefillListener:
             room = self._vanished.pop(ended.slot, ended.generation)
         if room is None:
             self._on_unseen(ended, now_ns)
-            return
-        if ended.failed:  # it need not be in the table any more, or not for long
+        elif ended.failed:  # it need not be in the table any more, or not for long
             room.fenced |= ended.untouched
             self._fail(room, Reason(ended.reason), now_ns)
         else:

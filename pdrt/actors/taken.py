@@ -13,9 +13,12 @@ to, though prefill's listener was restarted in between.  For:
 * If none had it, nothing was written for it, and decode's room ends by what the present listener
   says: that a room is quiet is not believed of an earlier one.
 
-Assumption: that worker still lives.  If it died, too, then its last `Landed` must be read by decode
-before its successor has connected; and of a destination that was given to two rooms, the first of
-which ended on a broken path, only decode's own fence can say that it is quiet.
+* Whether a room has landed, decode does not believe the worker alone if another listener was sent
+  its destination before: the present one must say that no other room of ours has it, or will.
+
+Assumption: of a destination that was given to a room whose worker died, what that had in the air
+is for decode's own fence; the transport must end a dead process's writes before it lets another one
+write there, as it does over shm.
 """
 
 from __future__ import annotations
@@ -27,39 +30,42 @@ from pdrt.protocol.messages import Destination
 from pdrt.shm_status import Handle
 
 SLOTS_MAX = 1 << 18  # remembered; the slot that was used longest ago is forgotten first
+NEVER: tuple[int, Handle | None, int] = (-1, None, 0)
 
 
 class Taken:
     def __init__(self, forgot: Callable[[], object] = lambda: None) -> None:
         """`forgot` is called for each slot that is forgotten for want of a place."""
         self._forgot = forgot
-        self._newest: OrderedDict[tuple[str, int], tuple[int, Handle | None]] = OrderedDict()
+        # By decode's slot: the generation, whose it is, and the use of that one's id.
+        self._newest: OrderedDict[tuple[str, int], tuple[int, Handle | None, int]] = OrderedDict()
 
-    def take(self, destination: Destination, ours: Handle) -> bool:
+    def take(self, destination: Destination, ours: Handle, use: int = 0) -> bool:
         """May this destination be given to that room of ours?  Remembered if so."""
         key = destination.instance, destination.slot
-        generation, owner = self._newest.get(key, (-1, None))
+        generation, owner, _ = self._newest.get(key, NEVER)
         if destination.generation < generation:
             return False
         if destination.generation == generation:
             return owner == ours
-        self._note(key, destination.generation, ours)
+        self._note(key, destination.generation, ours, use)
         return True
 
     def spend(self, instance: str, slot: int, generation: int) -> None:
         """No room of ours gets that one any more: its decode was told that nothing of it lands."""
         key = instance, slot
-        if slot >= 0 and generation > self._newest.get(key, (-1, None))[0]:
-            self._note(key, generation, None)
+        if slot >= 0 and generation > self._newest.get(key, NEVER)[0]:
+            self._note(key, generation, None, 0)
 
-    def had(self, instance: str, slot: int, generation: int) -> bool:
-        """Was that use of a decode's slot given to a room of ours, or may it have been, since a
-        later one was seen?"""
-        newest, owner = self._newest.get((instance, slot), (-1, None))
-        return newest > generation or (newest == generation and owner is not None)
+    def had(self, instance: str, slot: int, generation: int, *, but: int = 0) -> bool:
+        """Was that use of a decode's slot given to a room of ours (`but` to that use), or may it
+        have been, since a later one was seen?"""
+        newest, owner, use = self._newest.get((instance, slot), NEVER)
+        given = owner is not None and not (but and use == but)
+        return newest > generation or (newest == generation and given)
 
-    def _note(self, key: tuple[str, int], generation: int, owner: Handle | None) -> None:
-        self._newest[key] = generation, owner
+    def _note(self, key: tuple[str, int], generation: int, owner: Handle | None, use: int) -> None:
+        self._newest[key] = generation, owner, use
         self._newest.move_to_end(key)
         if len(self._newest) > SLOTS_MAX:
             self._newest.popitem(last=False)

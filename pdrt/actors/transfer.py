@@ -38,7 +38,6 @@ from pdrt.protocol.messages import (
     Deliver,
     Ended,
     Fenced,
-    Landed,
     NewsTaken,
     PeerGone,
     PeerUp,
@@ -134,7 +133,8 @@ class TransferWorker:
             return None
         # A live newer generation in the slot proves the older room quiet and cleared.
         self._active.pop(slot, None)
-        self._rooms[slot] = fresh = Room(Handle(room, slot, generation))
+        use = self._table.use(slot, generation)
+        self._rooms[slot] = fresh = Room(Handle(room, slot, generation), use)
         return fresh
 
     def _on_chunk(self, chunk: Chunk, now_ns: int) -> None:
@@ -154,7 +154,7 @@ class TransferWorker:
         room = self._room(destination.room, deliver.slot, deliver.generation)
         if room is None:
             return
-        if not self._taken.take(destination, room.handle):
+        if not self._taken.take(destination, room.handle, room.use):
             self._fault(room, Reason.PEER_LOST, now_ns)
             return
         if room.destination is not None:
@@ -261,8 +261,7 @@ class TransferWorker:
         return moved or landed
 
     def _conclude(self, room: Room, now_ns: int) -> None:
-        handle, destination, path = room.handle, room.destination, room.path
-        assert destination is not None
+        handle, path = room.handle, room.path
         assert path is not None
         failpoints.hit("worker.landed.before_verdict")
         landed_ns = self._clock()
@@ -273,10 +272,7 @@ class TransferWorker:
         del self._rooms[handle.slot]
         self._table.count(Counter.BYTES_MOVED, room.moved_bytes)
         self._table.count(Counter.CHUNKS_MOVED, room.chunks_moved)
-        theirs = destination.slot, destination.generation
-        moved = room.moved_bytes, room.chunks_moved
-        landed = Landed(handle.room, destination.rank, *theirs, *moved, destination.instance)
-        self._news.tell(path.link, landed, now_ns)
+        self._news.tell(path.link, room.landed(), now_ns)
         self._tell_end(room, failed=False)
 
     # --- ending ----------------------------------------------------------------------------------

@@ -31,11 +31,12 @@ from pdrt.errors import AttachFailed, BadRequest, NoDescriptors, RoomInUse
 from pdrt.mail.mailbox import Mailbox
 from pdrt.memory.aux import AuxRows
 from pdrt.memory.digest import kv_digest
+from pdrt.process_rows import INCARNATION_MASK, Owner
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.messages import Declined, Opened
 from pdrt.protocol.states import Reason, Role
-from pdrt.shm_status import INCARNATION_MASK, Handle, Owner, StatusTable
+from pdrt.shm_status import VALUE_MASK, Handle, StatusTable
 
 ROOM_MAX = (1 << 63) - 1
 PEER_CHARS_MAX = 300  # a host name has 253 at most
@@ -171,10 +172,11 @@ class KVManager:
         if room in self._rooms:
             raise RoomInUse(room)
         now_ns = self._clock()
+        use = secrets.randbelow(VALUE_MASK) + 1 if self.role is Role.PREFILL else 0
         with contextlib.ExitStack() as undo:
             handles = []
             for rank in range(self.layout.ranks):
-                handle = self.table.open(room, rank, now_ns=now_ns)
+                handle = self.table.open(room, rank, now_ns=now_ns, use=use)
                 undo.callback(self._unopen, handle)
                 handles.append(handle)
             undo.pop_all()

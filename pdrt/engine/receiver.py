@@ -32,8 +32,9 @@ class KVReceiver(KVRoom):
         self._desk.flush()
 
     def _post_opened(self) -> None:
+        lead = self._handles[0]
         for rank, handle in enumerate(self._handles):
-            opened = Opened(self.room, rank, handle.slot, handle.generation, self.peer)
+            opened = Opened(self.room, rank, *handle[1:], self.peer, *lead[1:])
             self._desk.mailbox.post(LISTENER, opened)
 
     def poll(self) -> KVPoll:

@@ -30,10 +30,11 @@ from pdrt.errors import (
     WaitingTimeout,
 )
 from pdrt.mail.mailbox import Postman
+from pdrt.process_rows import Owner
 from pdrt.protocol.messages import Ended
 from pdrt.protocol.peers import TRANSPORT_CODES
 from pdrt.protocol.states import TERMINAL, Event, KVPoll, Reason, agree
-from pdrt.shm_status import Handle, Owner, StatusTable, transport_of
+from pdrt.shm_status import Handle, StatusTable, transport_of
 
 LISTENER = "listener"
 AGAIN_MAX, AGAIN_NS = 1024, 5 * SECOND_NS  # ends that a new listener hears again

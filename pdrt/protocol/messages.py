@@ -6,7 +6,7 @@ message may be lost, repeated or late; each docstring says who repairs that.  Ta
 never reused, new fields go last with a default.
 
 Version history
-    1   first light
+    1   first light; later Expect.landed, Landed.use and Landed.session: 0 or "" means nothing
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ OLDEST = 1  # the oldest version we still talk to
 U8 = Annotated[int, Meta(ge=0, le=0xFF)]
 U31 = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF)]
 U32 = Annotated[int, Meta(ge=0, le=0xFFFF_FFFF)]
+U40 = Annotated[int, Meta(ge=0, le=0xFF_FFFF_FFFF)]
 U63 = Annotated[int, Meta(ge=0, le=0x7FFF_FFFF_FFFF_FFFF)]
 Slot = Annotated[int, Meta(ge=-1, le=0x7FFF_FFFF)]  # -1: not known
 TEXT_MAX = 1024
@@ -138,7 +139,8 @@ class DestinationTaken(Message, frozen=True, array_like=True, tag=11):
 class Expect(Message, frozen=True, array_like=True, tag=12):
     """Decode -> prefill: what of this room?  Sent when a room lingers, so that prefill's failure
     reaches decode before there is a destination, and so that a lost `Landed` is found.  Prefill
-    answers with Abort or Landed if the room is over, and not at all while it goes on."""
+    answers with Abort or Landed if the room is over, and not at all while it goes on.  With
+    `landed` it asks whether what a worker says may be believed: see Landed."""
 
     room: U63
     rank: U8
@@ -147,6 +149,7 @@ class Expect(Message, frozen=True, array_like=True, tag=12):
     instance: Text
     sent: bool  # the destination has left; a prefill that does not know the room must say so
     session: Text = ""  # the first that was sent the destination, as in an Abort
+    landed: U40 = 0  # the use that a worker of prefill's says has landed
 
 
 class Abort(Message, frozen=True, array_like=True, tag=13):
@@ -181,7 +184,10 @@ class AbortTaken(Message, frozen=True, array_like=True, tag=14):
 
 class Landed(Message, frozen=True, array_like=True, tag=15):
     """Prefill's worker -> decode's listener: every byte and the aux row are in place.  Sent again
-    until `NewsTaken` or the room's deadline."""
+    until `NewsTaken` or the room's deadline.  `use` is the same for all ranks of prefill's room:
+    decode takes no ranks of two uses of one id for a room.  Prefill's listener says it, too, with
+    its session, if it is asked (`Expect`): then no other room of its has the destination, or will.
+    If that was sent to several of its incarnations, decode believes only that."""
 
     room: U63
     rank: U8
@@ -190,6 +196,8 @@ class Landed(Message, frozen=True, array_like=True, tag=15):
     length_bytes: U63
     chunks: U31
     instance: Text = ""  # decode's: another one may have its address by now
+    use: U40 = 0  # prefill's name of this use of the room id; 0 of one that has no names
+    session: Text = ""  # of prefill's listener, if that says it
 
 
 class NewsTaken(Message, frozen=True, array_like=True, tag=17):
@@ -212,6 +220,8 @@ class Opened(Message, frozen=True, array_like=True, tag=30):
     slot: Slot
     generation: U32
     peer: Text = ""  # decode: host:port of prefill's bootstrap port
+    lead: Slot = -1  # decode: rank 0's handle, where it stands which use of the id has landed
+    lead_generation: U32 = 0
 
 
 class Ended(Message, frozen=True, array_like=True, tag=31):

@@ -13,8 +13,9 @@ from atomicshm import AtomicView
 
 from pdrt import shm_status
 from pdrt.clock import monotonic_ns
+from pdrt.process_rows import Owner
 from pdrt.protocol.states import OPEN, Event, Role
-from pdrt.shm_status import Owner, StatusTable
+from pdrt.shm_status import StatusTable
 from stress.bench.bench import Bench
 from stress.bench.figures import Goal, Result, digits, summarise
 

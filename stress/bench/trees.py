@@ -26,9 +26,10 @@ from msgspec.structs import replace
 from pdrt.child import PR_SET_PDEATHSIG, prctl
 from pdrt.config import Settings, Timeouts, environment_with
 from pdrt.engine.manager import KVManager
+from pdrt.process_rows import HEADER_BYTES, O_IDENTITY, OWNER_BYTES
 from pdrt.protocol.layout import Layout
 from pdrt.runtime import Runtime
-from pdrt.shm_status import HEADER_BYTES, O_IDENTITY, OWNER_BYTES, StatusTable
+from pdrt.shm_status import StatusTable
 
 ROOT = Path(__file__).parent.parent.parent
 SABOTAGE = Path(__file__).parent / "sabotage"

@@ -23,17 +23,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from pdrt.process_rows import NOBODY, Owner
 from pdrt.protocol.states import ON_EXPIRY, TIMEOUT_OF, Event, Reason, Role
 from pdrt.shm_status import (
     CLAIMED,
     GENERATION_SHIFT,
-    NOBODY,
     OWNER_SHIFT,
     QUIET_BIT,
     REASON_SHIFT,
     STATE_MASK,
     Handle,
-    Owner,
     StatusTable,
     create,
 )

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from pdrt.actors.boot import LISTENER_ROW
 from pdrt.clock import monotonic_ns
+from pdrt.process_rows import Owner
 from pdrt.protocol.states import OPEN, Event, KVPoll, Role
-from pdrt.shm_status import Handle, Owner, StatusTable, create
+from pdrt.shm_status import Handle, StatusTable, create
 from stress.stock.findings import Found, Trial
 from stress.stock.races import Held, meet
 
@@ -65,7 +66,7 @@ def forced(table: StatusTable) -> KVPoll | None:
     def move(event: Event) -> bool:
         return table.move(slot, generation, event, now_ns=monotonic_ns())
 
-    table._load = slow_load  # type: ignore[assignment]  # it has an order, which nobody gives
+    table._load = slow_load  # it has an order, which nobody gives
     try:
         if not held.overtaken(lambda: move(Event.LANDED), lambda: move(Event.FAULT)):
             raise RuntimeError("the word was not read")

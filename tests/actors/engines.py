@@ -22,10 +22,11 @@ from pdrt.errors import TableFull
 from pdrt.mail.mailbox import Address
 from pdrt.memory.aux import AuxRow, AuxRows
 from pdrt.memory.pages import PageAllocator, Pages
+from pdrt.process_rows import Owner
 from pdrt.protocol.layout import AUX_ROW_BYTES
 from pdrt.protocol.messages import AnyMessage, Declined, Opened
 from pdrt.protocol.states import TERMINAL, KVPoll, Reason, Role
-from pdrt.shm_status import Handle, Owner, StatusTable
+from pdrt.shm_status import Handle, StatusTable
 from tests.actors.post import Box
 from tests.actors.tree import Tree
 
@@ -211,12 +212,12 @@ class Engine:
             declined = Declined(room, m.rank, self.declined_count, Reason.PEER_REFUSED, peer)
             self.box.post(LISTENER, declined)
 
-    def _open_handles(self, room: int) -> list[Handle]:
+    def _open_handles(self, room: int, use: int = 0) -> list[Handle]:
         """As KVManager does.  Raises TableFull."""
         with contextlib.ExitStack() as undo:
             handles = []
             for m in self.tree.maps:
-                handle = self.table.open(room, m.rank, now_ns=self.clock())
+                handle = self.table.open(room, m.rank, now_ns=self.clock(), use=use)
                 undo.callback(self.table.discard, handle.slot, handle.generation)
                 handles.append(handle)
             undo.pop_all()
@@ -317,11 +318,11 @@ class Engine:
 
 class PrefillEngine(Engine):
     def _begin(self, plan: Plan) -> Job:
-        handles = self._open_handles(plan.room)
+        self.ledger.uses += 1
+        handles = self._open_handles(plan.room, self.ledger.uses)
         sender = KVSender(plan.room, handles, self.desk)
         for rank, handle in enumerate(handles):
             self.box.post(LISTENER, Opened(plan.room, rank, handle.slot, handle.generation))
-        self.ledger.uses += 1
         now_ns = self.clock()
         return Job(plan, self.ledger.uses, sender, handles, opened_ns=now_ns, due_ns=now_ns)
 

@@ -10,7 +10,7 @@ from unittest import mock
 from msgspec.structs import replace
 
 from pdrt import shm_status
-from pdrt.actors import prefill_failing
+from pdrt.actors import decode_failing, prefill_failing
 from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.janitor import Janitor
 from pdrt.actors.past import Past
@@ -85,7 +85,16 @@ def successes_are_forgotten(patch: Patch) -> None:
 
 
 def one_destination_for_many_rooms(patch: Patch) -> None:
-    patch.setattr(Taken, "take", lambda self, destination, ours: True)
+    patch.setattr(Taken, "take", lambda self, destination, ours, use: True)
+
+
+def every_worker_is_believed(patch: Patch) -> None:
+    """Though another listener was sent the destination, too."""
+    patch.setattr(decode_failing.Room, "is_sole", True)
+
+
+def ranks_of_any_use(patch: Patch) -> None:
+    patch.setattr(StatusTable, "settle_use", lambda self, slot, generation, use: True)
 
 
 def unmapped_is_quiet(patch: Patch) -> None:

@@ -35,7 +35,6 @@ class Tally(Witness):
     verdicts: Counter[tuple[Role, Reason]] = field(default_factory=Counter)  # NONE is Success
     steps: Counter[Step] = field(default_factory=Counter)  # tried, whether they apply or not
     acts: Counter[str] = field(default_factory=Counter)
-    known: Counter[int] = field(default_factory=Counter)  # seeds that fail and are not mended yet
 
     def word(self, role: Role, before: int, after: int) -> None:
         state = after & STATE_MASK

@@ -7,8 +7,9 @@ from itertools import pairwise
 import pytest
 
 from pdrt.clock import SECOND_NS
+from pdrt.process_rows import NOBODY, Owner
 from pdrt.protocol.states import KVPoll, Reason
-from pdrt.shm_status import CLAIMED, NOBODY, Owner, pack
+from pdrt.shm_status import CLAIMED, pack
 from tests.actors.steps import moving, succeeds
 from tests.actors.world import World
 

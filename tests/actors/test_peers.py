@@ -10,11 +10,11 @@ import pytest
 
 from pdrt.actors.decodes import is_older
 from pdrt.actors.prefills import HELLO_MAX_S
+from pdrt.process_rows import INCARNATION_MASK
 from pdrt.protocol import codec
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import AnyMessage, Hello, HelloReply, Introduction
 from pdrt.protocol.states import KVPoll, Reason
-from pdrt.shm_status import INCARNATION_MASK
 from tests.actors.steps import moving, succeeds, until_verdict, verdict
 from tests.actors.tree import Tree
 from tests.actors.world import TIMEOUTS, World

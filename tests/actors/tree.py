@@ -26,10 +26,11 @@ from pdrt.actors.transfer import TransferWorker
 from pdrt.clock import MILLISECOND_NS, Clock, to_ns
 from pdrt.config import Timeouts
 from pdrt.memfd import memory_fd
+from pdrt.process_rows import INCARNATION_MASK, Owner
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.peers import instance_digest
 from pdrt.protocol.states import KVPoll, Role
-from pdrt.shm_status import INCARNATION_MASK, Owner, StatusTable
+from pdrt.shm_status import StatusTable
 from pdrt.transports.base import Region
 from tests.actors.fabric import Fabric, NixlLike
 from tests.actors.post import NEVER_NS, Box, Post

@@ -17,8 +17,9 @@ from pdrt import shm_status
 from pdrt.actors.janitor import Janitor
 from pdrt.clock import SECOND_NS
 from pdrt.config import Timeouts
+from pdrt.process_rows import Owner
 from pdrt.protocol.states import Event, KVPoll, Reason, Role
-from pdrt.shm_status import Owner, StatusTable
+from pdrt.shm_status import StatusTable
 
 OPEN_MS = {KVPoll.Bootstrapping: 1000, KVPoll.WaitingForInput: 1000, KVPoll.Transferring: 1000}
 

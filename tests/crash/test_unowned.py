@@ -16,9 +16,10 @@ from pdrt import shm_status
 from pdrt.engine.receiver import KVReceiver
 from pdrt.engine.room import Desk
 from pdrt.mail.mailbox import Address
+from pdrt.process_rows import Owner
 from pdrt.protocol.messages import AnyMessage, Destination
 from pdrt.protocol.states import Event, KVPoll, Role
-from pdrt.shm_status import Owner, StatusTable
+from pdrt.shm_status import StatusTable
 
 WORKER, ENGINE = 8, 48
 OPEN_MS = {KVPoll.Bootstrapping: 1000, KVPoll.WaitingForInput: 1000, KVPoll.Transferring: 1000}

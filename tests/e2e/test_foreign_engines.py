@@ -70,6 +70,7 @@ def test_bytes_cross_and_the_slots_are_free_again(
     cluster: Cluster, prefill: KVManager, decode: KVManager
 ) -> None:
     assert prefill.layout == decode.layout
+    uses: set[int] = set()  # names of all ranks of a room, and of no two rooms
     for room in range(1, 21):
         source = np.arange(room, room + 5, dtype=np.int32)
         target = np.array([50, 7, 31, 8, 9], dtype=np.int32)
@@ -87,12 +88,16 @@ def test_bytes_cross_and_the_slots_are_free_again(
         assert wait_for(sender, set(), prefill, decode) is KVPoll.Success
         assert decode.digest(target) == prefill.digest(source)
         assert decode.aux.read(in_, room).top == ((42, -0.5), (7, -1.0))
+        named = {prefill.table.use(*handle[1:]) for handle in sender._handles}
+        assert named == {decode.table.use(*receiver._handles[0][1:])}
+        uses |= named
         with pytest.raises(RoomInUse):
             decode.receiver(room, peer_of(cluster))
         sender.clear()
         receiver.clear()
         prefill.aux.release(out)
         decode.aux.release(in_)
+    assert len(uses - {0}) == 20
     assert rooms_of(cluster.prefill) == rooms_of(cluster.decode) == []
 
 

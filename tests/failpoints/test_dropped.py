@@ -19,8 +19,9 @@ from pdrt.actors.janitor import Janitor
 from pdrt.clock import SECOND_NS
 from pdrt.config import Timeouts
 from pdrt.failpoints import Action, Failpoint
+from pdrt.process_rows import Owner
 from pdrt.protocol.states import Event, KVPoll, Reason, Role
-from pdrt.shm_status import Owner, StatusTable
+from pdrt.shm_status import StatusTable
 from tests.actors.world import World
 from tests.failpoints.play import GIVES_UP
 from tests.failpoints.strikes import Strikes, struck

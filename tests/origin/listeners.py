@@ -16,11 +16,12 @@ from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.clock import SECOND_NS, monotonic_ns
 from pdrt.config import Timeouts
 from pdrt.mail.mailbox import Mailbox
+from pdrt.process_rows import Owner
 from pdrt.protocol import codec
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import AnyMessage
 from pdrt.protocol.states import OPEN, Role
-from pdrt.shm_status import Owner, StatusTable, create
+from pdrt.shm_status import StatusTable, create
 from tests.actors.world import LAYOUT
 
 GUARD_S = 10.0

@@ -7,8 +7,9 @@ import pytest
 from pdrt.actors.boot import FIRST_ENGINE_ROW, FIRST_WORKER_ROW, LISTENER_ROW
 from pdrt.clock import MILLISECOND_NS, SECOND_NS
 from pdrt.health import Health
+from pdrt.process_rows import Owner
 from pdrt.protocol.states import KVPoll
-from pdrt.shm_status import Owner, StatusTable
+from pdrt.shm_status import StatusTable
 from tests.actors.steps import succeeds
 from tests.actors.test_mutants import Mutant, holds_or_breaks
 from tests.actors.world import TIMEOUTS, World

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pdrt.actors.boot import FIRST_WORKER_ROW
+from pdrt.process_rows import Owner
 from pdrt.protocol.messages import Chunk
 from pdrt.protocol.states import MOVES, Event, KVPoll, Role, Writer
-from pdrt.shm_status import Owner
 from tests.actors.steps import until_state, until_verdict, verdict
 from tests.actors.test_mutants import Mutant, holds_or_breaks
 from tests.actors.world import World

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from pdrt.process_rows import Owner
 from pdrt.protocol.counters import Counter
-from pdrt.shm_status import Owner
 from tests.test_metrics import Scraped
 
 

@@ -14,8 +14,9 @@ import pytest
 
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, ManualClock
 from pdrt.health import LATE_NS, LOOP_SILENT_NS, Health, HealthServer, build_app
+from pdrt.process_rows import Owner
 from pdrt.protocol.states import Event, KVPoll, Reason, Role
-from pdrt.shm_status import Owner, StatusTable, create
+from pdrt.shm_status import StatusTable, create
 from pdrt.supervision import ChildState, Phase
 
 ROWS = {"listener": 2, "worker0": 8}

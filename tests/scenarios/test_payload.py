@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 import pytest
 
 from pdrt.child import Descriptor
+from pdrt.process_rows import Owner
 from pdrt.protocol.states import OPEN, Event, KVPoll, Reason, Role
 from pdrt.shm_status import (
     CLAIMED,
@@ -27,7 +28,6 @@ from pdrt.shm_status import (
     TAG_MASK,
     TAG_SHIFT,
     Handle,
-    Owner,
     StatusTable,
     create,
     pack,
@@ -46,6 +46,7 @@ def _open_hastily(table: StatusTable, room: int, rank: int) -> Handle:
     slot, generation = table._claim()
     at = table._slots + slot * SLOT_BYTES
     table._store(at, pack(KVPoll.Bootstrapping, False, 0, Owner(0, 0), generation))
+    os.sched_yield()  # with fewer cores than processes nobody would look in between
     for offset in (DEADLINE, MOVED):
         table._store(at + offset, (generation & TAG_MASK) << TAG_SHIFT)
     table._store(at + ROOM, room)

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from pdrt.process_rows import Owner
 from pdrt.protocol.states import Event, KVPoll, Reason
-from pdrt.shm_status import QUIET_BIT, Owner
+from pdrt.shm_status import QUIET_BIT
 from stress.models import check
 from stress.models.replay import (
     RECORDED,

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pdrt.memfd import memory_fd
+from pdrt.process_rows import NOBODY, Owner
 from pdrt.protocol.states import MOVES, OPEN, Event, KVPoll, Reason, Role, quiet_at
-from pdrt.shm_status import CLAIMED, NOBODY, Owner, StatusTable, create, pack
+from pdrt.shm_status import CLAIMED, StatusTable, create, pack
 from stress.cascades.history import RECORD
 from stress.cascades.history import Writer as History
 from stress.cascades.torn.cascade import Crew, play_round

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from pdrt.errors import TableFull
+from pdrt.process_rows import Owner
 from pdrt.protocol.states import Event, Reason
-from pdrt.shm_status import Handle, Owner, StatusTable
+from pdrt.shm_status import Handle, StatusTable
 from tests.table.views import LATE_NS, NOW
 
 
@@ -21,7 +22,7 @@ class AtStep:
         self._at = at
         self._act = act
         self._view = table._view
-        table._view = self  # type: ignore[assignment]
+        table._view = self
         self._take(table, self)
 
     @staticmethod

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pdrt.errors import TableFull
+from pdrt.process_rows import INCARNATION_MASK, NOBODY, Owner
 from pdrt.protocol.states import (
     ON_EXPIRY,
     OPEN,
@@ -22,15 +23,7 @@ from pdrt.protocol.states import (
     quiet_at,
     step,
 )
-from pdrt.shm_status import (
-    GENERATION_SHIFT,
-    INCARNATION_MASK,
-    NOBODY,
-    Handle,
-    Owner,
-    StatusTable,
-    Word,
-)
+from pdrt.shm_status import GENERATION_SHIFT, Handle, StatusTable, Word
 from tests.table.views import ROUTES, START_MS, TIMEOUTS_MS, ns, tables
 
 

@@ -7,17 +7,9 @@ from functools import partial
 import numpy as np
 import pytest
 
+from pdrt.process_rows import NOBODY
 from pdrt.protocol.states import TERMINAL, Event, KVPoll, Reason
-from pdrt.shm_status import (
-    CLAIMED,
-    GENERATION_SHIFT,
-    NOBODY,
-    STATE_MASK,
-    Handle,
-    StatusTable,
-    Word,
-    unpack,
-)
+from pdrt.shm_status import CLAIMED, GENERATION_SHIFT, STATE_MASK, Handle, StatusTable, Word, unpack
 from tests.table.steps import (
     STEPS_MAX,
     Action,

@@ -18,17 +18,10 @@ from multiprocessing.connection import Connection
 from pdrt.child import Descriptor
 from pdrt.clock import MILLISECOND_NS
 from pdrt.errors import TableFull
+from pdrt.process_rows import Owner
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason, Role
-from pdrt.shm_status import (
-    CLAIMED,
-    GENERATION_SHIFT,
-    STATE_MASK,
-    Owner,
-    StatusTable,
-    create,
-    unpack,
-)
+from pdrt.shm_status import CLAIMED, GENERATION_SHIFT, STATE_MASK, StatusTable, create, unpack
 from tests.table.views import sweep
 from tests.waiting import wait_until
 

@@ -9,14 +9,9 @@ from itertools import product
 import pytest
 
 from pdrt.errors import AttachFailed, NoMemory
+from pdrt.process_rows import HEADER_BYTES
 from pdrt.protocol.states import Event, Role
-from pdrt.shm_status import (
-    HEADER,
-    HEADER_BYTES,
-    MAGIC,
-    StatusTable,
-    create,
-)
+from pdrt.shm_status import HEADER, LAYOUT_VERSION, MAGIC, StatusTable, create
 from tests.table.views import INSTANCE, NOW, TIMEOUTS_MS, tables
 
 
@@ -67,7 +62,8 @@ def test_a_table_tells_who_made_it(table: StatusTable) -> None:
 
 
 def header(**other: int) -> bytes:
-    fields = {"magic": MAGIC, "version": 2, "role": 1, "slots": 4, "owners": 64, "counters": 128}
+    fields = {"magic": MAGIC, "version": LAYOUT_VERSION, "role": 1, "slots": 4}
+    fields |= {"owners": 64, "counters": 128}
     return HEADER.pack(*(fields | other).values(), 1, 1, b"", *([0] * 5), 0)
 
 

@@ -11,18 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdrt.errors import TableFull
+from pdrt.process_rows import INCARNATION_MASK, NOBODY, Owner
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.states import OPEN, Event, KVPoll, Reason, Role
 from pdrt.shm_status import (
     CLAIMED,
     GENERATION_SHIFT,
     HIGH_WATER,
-    INCARNATION_MASK,
-    NOBODY,
     PATH,
     STATE_MASK,
     Handle,
-    Owner,
     StatusTable,
     Word,
     pack,
@@ -62,14 +60,14 @@ def test_a_word_survives_packing(word: Word) -> None:
 
 def test_a_slot_is_as_drawn(table: StatusTable) -> None:
     table.open(1, 0, now_ns=NOW)
-    handle = table.open(0x1234, 7, now_ns=NOW)
+    handle = table.open(0x1234, 7, now_ns=NOW, use=0xABCD)
     table.set_path(handle.slot, handle.generation, 2, 2**32 - 1)
     bring(table, handle, KVPoll.Transferring, now_ns=NOW + 5)
     table.set_moved(handle.slot, handle.generation, 1 << 39)
     table.set_taken(handle.slot, handle.generation, 3)
     table.set_detail(handle.slot, "no path")
     raw = struct.Struct("<6Q5QQQ24s").unpack_from(table.map, table._slots + handle.slot * 128)
-    word, room, deadline, moved, taken, opener, *entered, path, spare, detail = raw
+    word, room, deadline, moved, taken, opener, *entered, path, use, detail = raw
     tag = handle.generation << 40
     assert unpack(word).state is KVPoll.Transferring
     assert room == 0x1234
@@ -77,7 +75,7 @@ def test_a_slot_is_as_drawn(table: StatusTable) -> None:
     assert (moved, taken) == (tag | 1 << 39, tag | 3)
     assert opener == US.row | US.incarnation << 8 | 7 << 40
     assert entered == [0, NOW, NOW + 5, NOW + 5, 0]
-    assert (path, spare) == (tag | 2 << 32 | 2**32 - 1, 0)
+    assert (path, use) == (tag | 2 << 32 | 2**32 - 1, tag | 0xABCD)
     assert detail == b"no path".ljust(24, b"\0")
     row = table.rows(np.array([handle.slot]))[0]
     assert row[:2].tolist() == [word, room]
@@ -93,6 +91,26 @@ def test_a_late_writer_cannot_give_a_newer_room_its_path(table: StatusTable) -> 
     table.set_path(old.slot, old.generation, 1, 77)
     path = int(table.rows(np.array([new.slot]))[0][PATH // 8])
     assert (transport_of(path), peer_of(path)) == (2, 88)
+
+
+def test_a_room_takes_the_use_that_asks_first(table: StatusTable) -> None:
+    handle = table.open(1, 0, now_ns=NOW)
+    at = handle.slot, handle.generation
+    assert table.use(*at) == 0
+    assert table.settle_use(*at, 7)
+    assert not table.settle_use(*at, 8)
+    assert table.settle_use(*at, 7)
+    assert table.use(*at) == 7
+    bring(table, handle, KVPoll.Success)
+    assert table.settle_use(*at, 7), "a rank that comes later"
+    table.clear(*at)
+    assert not table.settle_use(*at, 7)
+    named = table.open(2, 0, now_ns=NOW, use=(1 << 40) - 1)
+    assert named.slot == handle.slot
+    assert not table.settle_use(*at, 9), "it is another room's by now"
+    assert table.use(*at) == 0
+    assert table.use(*named[1:]) == (1 << 40) - 1
+    assert not table.settle_use(table.rooms_max, 1, 7)
 
 
 def test_what_lies_beside_the_word_is_read_back_and_gone_with_the_room(table: StatusTable) -> None:

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from pdrt.actors.janitor import Janitor
 from pdrt.clock import MILLISECOND_NS
 from pdrt.config import Timeouts
+from pdrt.process_rows import NOBODY, Owner
 from pdrt.protocol.states import Event, KVPoll, Reason, Role
-from pdrt.shm_status import NOBODY, Handle, Owner, StatusTable, create
+from pdrt.shm_status import Handle, StatusTable, create
 
 TIMEOUTS_MS = {KVPoll.Bootstrapping: 100, KVPoll.WaitingForInput: 200, KVPoll.Transferring: 50}
 START_MS = 1_000_000

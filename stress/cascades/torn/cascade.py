@@ -28,8 +28,9 @@ from pdrt.actors.janitor import Janitor
 from pdrt.clock import monotonic_ns
 from pdrt.config import Timeouts
 from pdrt.memfd import memory_fd
+from pdrt.process_rows import Owner
 from pdrt.protocol.states import OPEN, Role
-from pdrt.shm_status import Owner, create
+from pdrt.shm_status import create
 from stress.bench.trees import ROOT
 from stress.cascades.history import Writer as History
 from stress.cascades.piece import Outcome, Piece, Share

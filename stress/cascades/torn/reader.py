@@ -16,17 +16,16 @@ from numpy.typing import NDArray
 
 from pdrt.clock import MILLISECOND_NS, monotonic_ns
 from pdrt.errors import CorruptAux
+from pdrt.process_rows import NOBODY, Owner
 from pdrt.shm_status import (
     DEADLINE,
     ENTERED,
     MOVED,
-    NOBODY,
     OPENER,
     PATH,
     ROOM,
     SLOT_BYTES,
     TAKEN,
-    Owner,
     StatusTable,
     pack,
 )

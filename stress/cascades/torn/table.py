@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdrt.memory.aux import TOP_MAX, AuxRow, AuxRows
+from pdrt.process_rows import NOBODY, Owner
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.states import KVPoll
 from pdrt.shm_status import (
     GENERATION_SHIFT,
-    NOBODY,
     QUIET_BIT,
     ROOM,
     SLOT_BYTES,
@@ -25,7 +25,6 @@ from pdrt.shm_status import (
     TAG_SHIFT,
     VALUE_MASK,
     Handle,
-    Owner,
     StatusTable,
     pack,
 )
@@ -167,8 +166,8 @@ class Blind(Tracked):
 class LateFields(Tracked):
     """Publishes a room before its fields are there."""
 
-    def open(self, room: int, rank: int, *, now_ns: int) -> Handle:
-        handle = super().open(0, rank, now_ns=now_ns)
+    def open(self, room: int, rank: int, *, now_ns: int, use: int = 0) -> Handle:
+        handle = super().open(0, rank, now_ns=now_ns, use=use)
         self.between()
         self._true_store(self._slots + handle.slot * SLOT_BYTES + ROOM, room)
         return handle._replace(room=room)

@@ -14,8 +14,9 @@ from pathlib import Path
 
 from pdrt.clock import SECOND_NS, monotonic_ns
 from pdrt.errors import TableFull
+from pdrt.process_rows import Owner
 from pdrt.protocol.states import Event, KVPoll, Reason, Role
-from pdrt.shm_status import CLAIMED, GENERATION_SHIFT, OWNER_SHIFT, QUIET_BIT, STATE_MASK, Owner
+from pdrt.shm_status import CLAIMED, GENERATION_SHIFT, OWNER_SHIFT, QUIET_BIT, STATE_MASK
 from stress.cascades.history import Writer as History
 from stress.cascades.torn.gate import Told, begin
 from stress.cascades.torn.table import (

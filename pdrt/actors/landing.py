@@ -53,7 +53,7 @@ class Landing:
         if not confirmed and not room.is_sole:
             room.landed = landed
             return False
-        told = room.landed or landed  # by the worker, which knows how much it was
+        told = room.landed or landed  # the worker knows how much it was
         table.set_moved(slot, generation, told.length_bytes)
         table.set_taken(slot, generation, max(1, told.chunks))
         failpoints.hit("decode.landed.before_move")

@@ -12,13 +12,11 @@ to, though prefill's listener was restarted in between.  For:
   it before, our worker, which wrote for that room, has it here and refuses it to any other.
 * If none had it, nothing was written for it, and decode's room ends by what the present listener
   says: that a room is quiet is not believed of an earlier one.
+* That a room has landed is not believed of a worker alone if another listener may have given its
+  destination away, too: the present one must say that no other room of ours has it, or will.
 
-* Whether a room has landed, decode does not believe the worker alone if another listener was sent
-  its destination before: the present one must say that no other room of ours has it, or will.
-
-Assumption: of a destination that was given to a room whose worker died, what that had in the air
-is for decode's own fence; the transport must end a dead process's writes before it lets another one
-write there, as it does over shm.
+Assumption: if both died, listener and worker, and the destination is given to another room, then
+the dead worker's writes have ended, as they have over shm.
 """
 
 from __future__ import annotations

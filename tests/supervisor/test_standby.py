@@ -196,7 +196,7 @@ STEP_MS_MAX = 50
 
 
 @given(st.lists(st.tuples(st.integers(1, STEP_MS_MAX), st.floats(0, 1)), min_size=1, max_size=60))
-@example([(1, 0.0)] * 4 + [(1, 1.0)] + [(50, 1.0)] * 2 + [(50, 0.0)] * 2)
+@example([(1, 0.0)] * 4 + [(1, 1.0)] + [(50, 1.0)] * 2 + [(50, 0.0), (46, 0.0)])
 def test_time_without_a_cpu_is_never_held_against_a_child(steps: list[tuple[int, float]]) -> None:
     """Whatever part of each moment it was starved: it is hung only after half the limit of its own
     time, since what came before the first look, at half of the limit or a step later, is not

@@ -17,9 +17,10 @@ from pathlib import Path
 import msgspec
 
 from stress.bench.report import Machine
-from stress.cascades import report
+from stress.cascades import judgement, report
 from stress.cascades.apart import CASCADES, Order, load, play
-from stress.cascades.piece import QUICK, RELEASE, Outcome, Share
+from stress.cascades.piece import QUICK, RELEASE, Outcome, Piece, Share
+from stress.cascades.rig import salt_of
 
 
 def orders(options: argparse.Namespace) -> Iterator[Order]:
@@ -68,15 +69,36 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, help="one piece of each cascade, at most so long")
     parser.add_argument("--pieces-in", type=Path, metavar="DIR", help="a JSON a piece; resumes")
     parser.add_argument("--report", type=Path, metavar="FILE.md", help="and FILE.json and FILE.png")
+    parser.add_argument(
+        "--again",
+        type=Path,
+        metavar="PIECE",
+        help="play nothing: judge the histories in that folder, which a piece has left, again",
+    )
     options = parser.parse_args(arguments)
     if unknown := set(options.names) - set(CASCADES):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {names}")
     return options
 
 
+def judged_again(place: Path) -> int:
+    """0 if the oracle has nothing to say of it by now."""
+    cascade, _, seed = place.name.rpartition("-")
+    mix = getattr(load(cascade), "MIX", None) if cascade in CASCADES else None
+    if mix is None or not seed.isdecimal() or not (place / "histories").is_dir():
+        print(f"{place}: no folder of a piece whose histories are judged", file=sys.stderr)
+        return 2
+    piece = Piece(int(seed), 0, 0.0, place)
+    outcome = judgement.judge(piece, cascade, salt_of(piece), mix)
+    print(report.console([outcome]), flush=True)
+    return int(bool(outcome.violations))
+
+
 def main(arguments: Sequence[str]) -> int:
     """0 if no law was broken."""
     options = parse(arguments)
+    if options.again:
+        return judged_again(options.again)
     machine = Machine.now(["bin/stress", *arguments])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     folder = options.pieces_in or Path(tempfile.mkdtemp(prefix="pdrt-stress-"))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stress.bench.report import Machine
 from stress.cascades import __main__ as command
-from stress.cascades import abort_storm, kill_cascade, plan, report
+from stress.cascades import abort_storm, judgement, kill_cascade, plan, report
 from stress.cascades.apart import Order
 from stress.cascades.lanes import DECODES, PREFILLS, Lanes, lane_number
 from stress.cascades.piece import Outcome, Piece
@@ -85,6 +85,37 @@ def test_a_broken_law_makes_the_run_fail_and_tells_how_to_play_it_again(
     monkeypatch.setattr(command, "play", lambda order, folder: outcome(order.seed))
     assert command.main([*arguments[:-3], "8", *arguments[-2:]]) == 0
     assert Order("soak", 3, 9, 1.0).replay(2) == "bin/stress soak --seed 3 --cycles 2"
+
+
+@pytest.mark.parametrize("violations", [[], ["late bytes: of room 1"]])
+def test_histories_that_were_kept_are_judged_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    violations: list[str],
+) -> None:
+    place = tmp_path / "abort_storm-7"
+    (place / "histories").mkdir(parents=True)
+    judged: list[tuple[object, ...]] = []
+
+    def judge(piece: Piece, name: str, salt: int, mix: plan.Mix) -> Outcome:
+        judged.append((piece.histories, piece.seed, name, salt, mix))
+        return outcome(7, violations=violations)
+
+    monkeypatch.setattr(judgement, "judge", judge)
+    assert command.main(["--again", str(place)]) == bool(violations)
+    mix = abort_storm.MIX
+    assert judged == [(place / "histories", 7, "abort_storm", plan.mix64(7), mix)]
+    assert ("VIOLATION" in capsys.readouterr().out) is bool(violations)
+
+
+@pytest.mark.parametrize("name", ["abort_storm-7", "nonesuch-7", "soak", "torn-7"])
+def test_a_folder_that_no_such_piece_left_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    assert command.main(["--again", str(tmp_path / name)]) == 2
+    assert "histories" in capsys.readouterr().err
 
 
 def test_a_release_is_ten_thousand_cycles_of_kills_and_aborts() -> None:

@@ -56,10 +56,11 @@ class Landing:
         told = room.landed or landed  # the worker knows how much it was
         table.set_moved(slot, generation, told.length_bytes)
         table.set_taken(slot, generation, max(1, told.chunks))
-        failpoints.hit("decode.landed.before_move")
         if not table.settle_use(*room.lead, landed.use):
             self._refuse(landed, now_ns)
-        elif table.move(slot, generation, Event.LANDED, now_ns=now_ns):
+            return True
+        failpoints.hit("decode.landed.before_move")
+        if table.move(slot, generation, Event.LANDED, now_ns=now_ns):
             failpoints.hit("decode.landed.after_move")
             table.count(Counter.BYTES_MOVED, told.length_bytes)
             table.count(Counter.CHUNKS_MOVED, told.chunks)

@@ -37,7 +37,7 @@ from tests.actors.tally import MOVING, STEPS, Tally
 CHUNK = 25  # seeds that a process is given at once
 SHRINK_TRIES_MAX = 300
 FAILURES_MAX = 20  # then it is no use to go on
-MUTANT_SEEDS_MAX = 400
+MUTANT_SEEDS_MAX = 1000
 
 #: What no world can show: these are given by an engine, of what only it can see.
 BEYOND = frozenset({Reason.CORRUPT_AUX})

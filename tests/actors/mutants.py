@@ -128,15 +128,6 @@ def quiet_when_failed(patch: Patch) -> None:
     patch.setattr(shm_status, "quiet_at", lambda state, after: True)
 
 
-def refused_and_kept(patch: Patch) -> None:
-    """A destination that waits for its room is refused when it comes again to a full memory."""
-
-    def refuses(self: Past, room: Any, destination: Any) -> bool:
-        return self._full if room is None else room.destination is not None
-
-    patch.setattr(Past, "refuses", refuses)
-
-
 def done_when_posted(patch: Patch) -> None:
     """A transport that says DONE before the bytes have landed."""
     poll = NixlLike.poll
@@ -204,12 +195,12 @@ MUTANTS: dict[str, Mutant] = {
         no_fence,
         reused_at_the_verdict,
         quiet_when_failed,
-        refused_and_kept,
         done_when_posted,
         a_verdict_changes,
         nobody_ends_late,
         no_generation,
         one_rank_is_enough,
         cleared_before_quiet,
+        ranks_of_any_use,
     )
 }

@@ -6,6 +6,7 @@ bounds there are.  An act is one thing that happens.  A schedule that fails can 
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,9 @@ from tests.actors.world import LAYOUT, TIMEOUTS, World
 #: interleavings than few large ones, and what needs many rooms at once only large ones find.
 SIZES = {"small": (8, 400), "medium": (24, 1200), "large": (60, 3000)}
 WEIGHTS = (6, 3, 1)
+
+#: In which a world settles; rooms of one id, which follow each other, need some for each.
+SETTLED_MS, ROOM_MS = 20_000, 6_000
 
 #: A queue is believed for so long that even that can end within a run.
 PATIENT = replace(TIMEOUTS, queue_s=3.0)
@@ -83,6 +87,7 @@ class Setting:
     renew_ms: int = 0
     foreign: bool = False  # decodes have another KV layout
     preempted: int = 0  # instructions between two that another process gets in between; 0: never
+    ids: int = 0  # all rooms share so few, and prefill loses all its memory at once; 0: they do not
 
     @property
     def rooms(self) -> int:
@@ -228,7 +233,7 @@ FAULTS = frozenset(VERBS) - {"send", "receive", "thaw", "rouse", "mend", "revive
 def setting(seed: int) -> Setting:
     rng = random.Random(seed)
     rough = rng.random() < 0.6
-    return Setting(
+    where = Setting(
         seed,
         size=rng.choices(list(SIZES), WEIGHTS)[0],
         decodes=rng.choice([1, 2]),
@@ -250,6 +255,16 @@ def setting(seed: int) -> Setting:
         renew_ms=rng.choice([0, 100]),
         foreign=rng.random() < 0.01,
         preempted=rng.choice([0, 0, 30, 300]),
+        ids=rng.choice([1, 2, 3, *[0] * 37]),
+    )
+    if not where.ids:
+        return where
+    # A use of an id meets what is left of the one before if messages are lost and come again.
+    return dataclasses.replace(
+        where,
+        loss=rng.choice([0.05, 0.2, 0.3]),
+        ranks=rng.choice([1, 2]),
+        restart_ms=rng.choice([1, 30]),
     )
 
 
@@ -258,8 +273,11 @@ def schedule(where: Setting) -> list[Act]:
     rng = random.Random(where.seed ^ 0x5EED)
     acts: list[Act] = []
     reused = rng.random() < 0.4
+    shared = where.ids or (1 + where.rooms // 3 if reused else 0)
     for i in range(where.rooms):
-        acts += _room(rng, where, rng.randrange(1 + where.rooms // 3) if reused else i)
+        acts += _room(rng, where, rng.randrange(shared) if shared else i)
+    for _ in range(rng.randint(1, 5) if where.ids else 0):
+        acts += _amnesia(rng, where)
     for _ in range(rng.choice([0, 1, 3, 6]) * (1 if where.size == "small" else 2)):
         acts += _fault(rng, where)
     return sorted(acts, key=lambda act: act.at_ms)
@@ -272,7 +290,7 @@ def _room(rng: random.Random, where: Setting, room: int) -> list[Act]:
     chunks = rng.randint(1, pages_count)
     pace_ms = rng.choice([0, 0, 10, 60])
     sender = {"pages_count": pages_count, "chunks": chunks, "pace_ms": pace_ms}
-    sender["eager"] = rng.random() < 0.3
+    sender["eager"] = rng.random() < (0.6 if where.ids else 0.3)
     sender["mute"] = rng.random() < 0.03
     receiver = {"pages_count": pages_count, "pace_ms": rng.choice([0, 0, 30, 200])}
     receiver["bad"] = rng.random() < 0.03
@@ -333,6 +351,14 @@ def _fault(rng: random.Random, where: Setting) -> list[Act]:
             return [*gone, Act(at_ms + lasting_ms, "revive", (tree,))] if back else gone
 
 
+def _amnesia(rng: random.Random, where: Setting) -> list[Act]:
+    """Nobody is left on prefill who knows what was given to whom."""
+    at_ms = rng.randrange(where.busy_ms)
+    dying = ["listener", *(f"worker{rank}" for rank in range(where.ranks))]
+    again_ms = rng.choice([1, 5, 30])
+    return [Act(at_ms + rng.choice([0, 0, 5, 30]), "kill", ("prefill", n, again_ms)) for n in dying]
+
+
 def _absence(rng: random.Random, at_ms: int, tree: str, other: str) -> list[Act]:
     """A listener is away for a while, and does not see what happens in it."""
     away_ms = rng.choice([50, 150, 400])
@@ -389,7 +415,7 @@ def run(where: Setting, acts: list[Act], tally: Tally | None = None) -> World:
             for act in acts:
                 world.elapse(act.at_ms - (world.now_ms - start_ms))
                 VERBS[act.verb](world, *act.args)
-            world.settle()
+            world.settle(SETTLED_MS + ROOM_MS * where.rooms if where.ids else SETTLED_MS)
         finally:
             if tally is not None:
                 tally.seeds += 1

@@ -187,12 +187,15 @@ class Past:
         us.  From now on no room of ours gets it.  None if `room`, which is open, has it and is not
         of that use: how that ends is the answer."""
         key, theirs, use = (expect.room, expect.rank), theirs_of(expect), expect.landed
-        if theirs not in self.over:
+        over = self.over.get(theirs)
+        if self.taken.use_of(*theirs) != use:
+            if over is not None:
+                return over
             if room is not None and room.theirs == theirs and room.destination is not None:
-                if room.use != use:
-                    return None
-            elif self.taken.had(*theirs, but=use):
+                return None
+            if self.taken.had(*theirs):
                 return self.lost(key, theirs)
+        if not isinstance(over, Landed):  # perhaps nobody had said how it ended
             self.forget_questions(key, theirs)
             self.taken.spend(*theirs)
             self.remember(self.over, theirs, self._landed(key, theirs, use))

@@ -55,12 +55,16 @@ class Taken:
         if slot >= 0 and generation > self._newest.get(key, NEVER)[0]:
             self._note(key, generation, None, 0)
 
-    def had(self, instance: str, slot: int, generation: int, *, but: int = 0) -> bool:
-        """Was that use of a decode's slot given to a room of ours (`but` to that use), or may it
-        have been, since a later one was seen?"""
-        newest, owner, use = self._newest.get((instance, slot), NEVER)
-        given = owner is not None and not (but and use == but)
-        return newest > generation or (newest == generation and given)
+    def had(self, instance: str, slot: int, generation: int) -> bool:
+        """Was that use of a decode's slot given to a room of ours, or may it have been, since a
+        later one was seen?"""
+        newest, owner, _ = self._newest.get((instance, slot), NEVER)
+        return newest > generation or (newest == generation and owner is not None)
+
+    def use_of(self, instance: str, slot: int, generation: int) -> int:
+        """The use of the room that it was given to; 0 if there is none, or we cannot know."""
+        newest, _, use = self._newest.get((instance, slot), NEVER)
+        return use if newest == generation else 0
 
     def _note(self, key: tuple[str, int], generation: int, owner: Handle | None, use: int) -> None:
         self._newest[key] = generation, owner, use

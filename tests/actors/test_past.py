@@ -15,7 +15,7 @@ from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.engine.room import AGAIN_MAX, AGAIN_NS
 from pdrt.engine.sender import KVSender
 from pdrt.mail.mailbox import Address
-from pdrt.protocol.messages import AnyMessage, Destination, Ended, Expect, Landed, Opened
+from pdrt.protocol.messages import Abort, AnyMessage, Destination, Ended, Expect, Landed, Opened
 from pdrt.protocol.states import Event, Reason
 from pdrt.shm_status import Handle, Word
 from tests.actors.steps import succeeds, to_phase, until_verdict
@@ -70,6 +70,21 @@ def test_what_has_landed_is_confirmed_unless_another_use_had_its_destination(use
         assert answer == Landed(7, 0, 3, 5, 0, 0, "d", 5, "p#1")
     else:
         assert answer == memory.lost((7, 0), past.theirs_of(asked))
+
+
+@pytest.mark.parametrize("use", [4, 5])
+def test_who_knows_that_a_room_has_landed_is_believed_if_nobody_has_said_how_it_ended(
+    use: int,
+) -> None:
+    """Its slot was cleared before we looked, and the worker died with what it had to say to us."""
+    memory = past.Past("p#1", 0)
+    asked = Destination(7, 0, 3, 5, "d", 1, b"", 0, "p#1")
+    room = past.Room(Handle(7, 1, 9), 0, 5, theirs=past.theirs_of(asked), destination=asked)
+    assert memory.taken.take(asked, room.handle, room.use)
+    memory.lose(room)
+    answer = memory.confirm(Expect(7, 0, 3, 5, "d", True, "p#0", use), None)
+    assert isinstance(answer, Landed if use == 5 else Abort)
+    assert memory.over[room.theirs] == answer
 
 
 def test_what_is_confirmed_is_given_to_nobody_any_more() -> None:

@@ -493,3 +493,21 @@ def test_a_fence_needs_a_cause_that_is_not_the_fence(tree: int, explained: bool)
 
     found = failed(words.WORKER_DIED, words.WORKER_FENCED, before).judge()
     assert (found.violations == []) is explained
+
+
+@pytest.mark.parametrize("listener", [True, False])
+@pytest.mark.parametrize("player", [True, False])
+def test_a_fence_may_be_for_a_room_that_an_engine_left_and_a_listener_forgot(
+    player: bool, listener: bool
+) -> None:
+    def before(book: Book) -> None:
+        row(book, 8, serves=True, table=2000)
+        if player:
+            book.signal(0, Role.PLAYER, Mode.KILL)
+            book.back(0, Role.PLAYER, Mode.KILL)
+        if listener:
+            book.signal(2, Role.LISTENER, Mode.KILL)
+            book.back(2, Role.LISTENER, Mode.KILL)
+
+    found = failed(words.WORKER_FENCED, words.WORKER_FENCED, before).judge()
+    assert (found.violations == []) is (player and listener)

@@ -169,7 +169,8 @@ def test_every_curve_of_a_sample_has_a_name_that_is_judged_or_is_for_the_plot_al
     series = Series()
     sample(series, {"tree": {"supervisor": [os.getpid()], "gone": [1 << 22]}})
     kinds = {name.partition(": ")[0] for name in series.curves}
-    assert {kind for kind in kinds if tolerance_of(kind) is None} <= {"rss", "pss"}
+    plotted = {"rss", "pss", "pss of files", "pss of shared memory"}
+    assert {kind for kind in kinds if tolerance_of(kind) is None} <= plotted
     assert not [name for name in series.curves if "gone" in name]
     assert series.curves["processes: trees"][0][1] == 1
     assert family_of(1 << 22) == {}

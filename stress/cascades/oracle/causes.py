@@ -95,7 +95,11 @@ def explained(
             return touched(both, Role.PLAYER, *WHOLE)
         case words.WORKER_FENCED:
             moved = faults.before(half.verdict_s, FENCE_S, *MOVERS, unasked=PREFILL_TREES)
-            return moved or faults.silence(half.verdict_s)
+            # A half that dies with its engine leaves a room to its deadline, and of that a listener
+            # that came meanwhile cannot say which session of prefill's was sent its destination.
+            dead = (Role.PLAYER, Role.LISTENER)
+            forgotten = all(faults.before(half.verdict_s, FENCE_S, role) for role in dead)
+            return moved or forgotten or faults.silence(half.verdict_s)
         case words.SHUTDOWN:
             return half.verdict_s >= ended_s
     return False

@@ -161,7 +161,8 @@ def is_plotted(name: str) -> bool:
     what, _, role = name.partition(": ")
     if what in ("heap", "descriptors"):
         return role.endswith(("1 supervisor", "1 listener", "1 worker0"))
-    return what in ("pss of all", "memfd bytes", "processes") or name == "rooms in the table"
+    whole = ("pss of all", "pss of files", "pss of shared memory", "memfd bytes", "processes")
+    return what in whole or name == "rooms in the table"
 
 
 def allowed(name: str, rooms: int) -> Tolerance | None:

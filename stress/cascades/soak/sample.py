@@ -62,6 +62,8 @@ class Held:
     rss: float
     pss: float
     heap: float
+    pss_file: float
+    pss_shmem: float
     descriptors: int
     threads: int
     memfds: dict[int, int]  # inode -> bytes it takes
@@ -85,7 +87,15 @@ def held_by(pid: int) -> Held | None:
         return None
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(stat[19]) / TICKS_S
     return Held(
-        sizes["Rss"], sizes["Pss"], sizes["Pss_Anon"], len(numbers), int(stat[17]), memfds, age_s
+        sizes["Rss"],
+        sizes["Pss"],
+        sizes["Pss_Anon"],
+        sizes["Pss_File"],
+        sizes["Pss_Shmem"],
+        len(numbers),
+        int(stat[17]),
+        memfds,
+        age_s,
     )
 
 
@@ -122,7 +132,7 @@ def sample(
     """One look at everything.  `families`: tree -> role -> pids.  Those that are `starting` have
     not yet what their role has; they count for the whole alone."""
     memfds: dict[int, int] = {}
-    pss = 0.0
+    pss = pss_file = pss_shmem = 0.0
     count = 0
     for tree, family in families.items():
         for role, pids in family.items():
@@ -131,10 +141,14 @@ def sample(
             for held in helds:
                 memfds |= held.memfds
                 pss += held.pss
+                pss_file += held.pss_file
+                pss_shmem += held.pss_shmem
             grown = all(held.age_s > YOUNG_S for held in helds)
             if len(helds) == 1 and grown and pids[0] not in starting:
                 _add_role(series, f"{tree} {role}", helds[0])
     series.add("pss of all", "trees", pss)
+    series.add("pss of files", "trees", pss_file)
+    series.add("pss of shared memory", "trees", pss_shmem)
     series.add("processes", "trees", count)
     series.add("memfd bytes", "trees", sum(memfds.values()) / MIB)
     series.add("memfds", "trees", len(memfds))

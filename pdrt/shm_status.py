@@ -583,8 +583,9 @@ class StatusTable(ProcessRows):
         if self._valid(slot, generation) is None:
             return False
         unsettled = (generation & TAG_MASK) << TAG_SHIFT
-        self._cas(self._slots + slot * SLOT_BYTES + USE, unsettled, unsettled | use & VALUE_MASK)
-        return self.use(slot, generation) == use & VALUE_MASK
+        wanted = unsettled | use & VALUE_MASK
+        seen = self._cas(self._slots + slot * SLOT_BYTES + USE, unsettled, wanted)
+        return seen in (unsettled, wanted)
 
     def opener_row(self, slot: int) -> int:
         """Row of the engine that opened the room in the slot."""

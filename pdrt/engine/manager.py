@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import random
 import secrets
 import socket
 from collections.abc import Callable
@@ -36,7 +37,7 @@ from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import Layout, RegionMap
 from pdrt.protocol.messages import Declined, Opened
 from pdrt.protocol.states import Reason, Role
-from pdrt.shm_status import VALUE_MASK, Handle, StatusTable
+from pdrt.shm_status import Handle, StatusTable
 
 ROOM_MAX = (1 << 63) - 1
 PEER_CHARS_MAX = 300  # a host name has 253 at most
@@ -89,6 +90,7 @@ class KVManager:
         self._rooms: dict[int, KVRoom] = {}
         self._seen_listener = self.table.incarnation(self._listener_row)
         self._seen_workers = [self.table.incarnation(row) for row in self._worker_rows]
+        self._names = random.Random(secrets.randbits(64))  # of uses of room ids
         self._upkeep_ns = self._renewed_ns = 0
         self._desk = Desk(
             self.table,
@@ -172,7 +174,7 @@ class KVManager:
         if room in self._rooms:
             raise RoomInUse(room)
         now_ns = self._clock()
-        use = secrets.randbelow(VALUE_MASK) + 1 if self.role is Role.PREFILL else 0
+        use = self._names.getrandbits(40) or 1 if self.role is Role.PREFILL else 0
         with contextlib.ExitStack() as undo:
             handles = []
             for rank in range(self.layout.ranks):

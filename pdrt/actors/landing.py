@@ -50,10 +50,11 @@ class Landing:
             return True
         if room is None:
             return False
-        if not confirmed and not room.is_sole:
+        if room.landed is None or room.landed.use != landed.use:
             room.landed = landed
+        if not confirmed and not room.is_sole:
             return False
-        told = room.landed or landed  # the worker knows how much it was
+        told = room.landed  # the worker, who said so first, knows how much it was
         table.set_moved(slot, generation, told.length_bytes)
         table.set_taken(slot, generation, max(1, told.chunks))
         if not table.settle_use(*room.lead, landed.use):

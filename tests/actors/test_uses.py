@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.protocol import codec
+from pdrt.protocol.counters import Counter
 from pdrt.protocol.messages import Abort, Destination, Expect, Landed
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.shm_status import StatusTable, Word
@@ -27,6 +28,10 @@ def word_of(world: World, room: int, rank: int = 0) -> Word:
     word = world.trees["decode0"].table.read(*world.job("decode0", room).handles[rank][1:])
     assert word is not None
     return word
+
+
+def moved_bytes(world: World) -> int:
+    return int(world.trees["decode0"].table.counters[:, Counter.BYTES_MOVED].sum())
 
 
 def say_landed(world: World, rank: int, use: int) -> None:
@@ -228,6 +233,28 @@ def test_what_has_landed_is_asked_for_until_it_is_answered(world: World) -> None
     assert verdict(world, "decode0", 1) is KVPoll.Success
     world.send(1)  # nobody waits for it
     world.run(100)
+    assert world.engine("prefill").job(1).half.poll() is KVPoll.Bootstrapping
+    world.abort("prefill", 1)
+
+
+def test_what_has_landed_is_not_given_to_the_next_listener(world: World) -> None:
+    """It has a room of the next use of that id, which would be given the pages."""
+    frame = landed_unheard(world)
+    world.post.weather.held_when_cut = 0.0
+    world.post.cuts.add(("decode0", "prefill"))
+    landed = codec.decode(frame.data, from_peer=True)[0]
+    assert isinstance(landed, Landed)
+    listener = world.trees["decode0"].processes["listener"].actor
+    listener.handle("worker", landed, world.clock())
+    world.run(400)  # by now it asks seldom
+    world.trees["prefill"].kill("listener", again_ms=1)
+    world.send(1)
+    world.run(5)
+    world.post.mend("prefill", "decode0")
+    counted = moved_bytes(world)
+    until_verdict(world, 1, "decode0", within_ms=1200)
+    assert verdict(world, "decode0", 1) is KVPoll.Success
+    assert moved_bytes(world) - counted == landed.length_bytes > 0  # as the worker said
     assert world.engine("prefill").job(1).half.poll() is KVPoll.Bootstrapping
     world.abort("prefill", 1)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,127 +12,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stress.cascades import plan, words
-from stress.cascades.history import DTYPE, RECORD, STEP_BYTES, Kind, Writer, read
-from stress.cascades.oracle.faults import Mode, Role, code, covered_s
-from stress.cascades.oracle.findings import KINDS, Findings
-from stress.cascades.oracle.judge import judge_histories
+from stress.cascades.history import RECORD, STEP_BYTES, Kind, Writer, read
+from stress.cascades.oracle.faults import Mode, Role, code
+from stress.cascades.oracle.findings import KINDS
 from stress.cascades.oracle.survey import What
+from tests.stress.book import (
+    END,
+    GENERATION,
+    ROOM,
+    SALT,
+    SECOND,
+    SLOT,
+    START,
+    Book,
+    honest,
+    packed,
+)
 
-SALT, MIX = 7, plan.Mix()
-SIDES = (plan.PREFILL, plan.PREFILL, plan.DECODE, plan.DECODE)
-ROOM = plan.room_of(1, 0)  # between prefill 0 and decode 0
-SLOT, GENERATION, OWNER = 5, 9, 0x208
-SECOND = 1_000_000_000
-START, END = 1000 * SECOND, 1100 * SECOND
 FOLDER = Path(__file__).parents[2] / "stress" / "cascades"
 #: The oracle and all that it takes from elsewhere.
 INDEPENDENT = {"oracle", "history", "plan", "words"}
-
-
-def packed(
-    state: int, *, quiet: bool = False, reason: int = 0, generation: int = GENERATION
-) -> int:
-    return state | quiet << 4 | reason << 5 | OWNER << 13 | generation << 32
-
-
-class Book:
-    """Histories by name, written record by record at times that only grow."""
-
-    def __init__(self) -> None:
-        self.records: dict[str, list[tuple[int, ...]]] = {}
-        self.now = START
-
-    def add(self, name: str, kind: Kind, room: int = 0, a: int = 0, b: int = 0, c: int = 0) -> None:
-        self.now += 1_000_000
-        self.records.setdefault(name, []).append((self.now, room, c, b, a, int(kind)))
-
-    def half(self, player: int, kind: Kind, b: int = 0, c: int = 0, room: int = ROOM) -> None:
-        self.add(f"player-{player}", kind, room, player, b, c)
-
-    def word(self, word: int) -> None:
-        self.add("watcher", Kind.WORD, 0, 0, SLOT, word)
-
-    def signal(self, tree: int, role: Role, mode: Mode, pid: int = 99) -> None:
-        self.add("driver", Kind.SIGNAL, 3, tree, pid, code(mode, role))
-
-    def back(self, tree: int, role: Role, mode: Mode, pid: int = 99) -> None:
-        self.add("driver", Kind.DEAD, 0, 0, pid)
-        self.add("driver", Kind.BACK, 5_000_000, tree, code(mode, role), pid)
-
-    def replace(self, player: int, kind: Kind, **fields: int) -> None:
-        """Change the one record of a kind."""
-        names = ("ns", "room", "c", "b", "a", "kind")
-        records = self.records[f"player-{player}"]
-        at = next(i for i, record in enumerate(records) if record[-1] == kind)
-        changed = dict(zip(names, records[at], strict=True)) | fields
-        records[at] = tuple(changed[name] for name in names)
-
-    def slip_in(self, player: int, before: Kind, kind: Kind, b: int, c: int) -> None:
-        records = self.records[f"player-{player}"]
-        at = next(i for i, record in enumerate(records) if record[-1] == before)
-        records.insert(at, (records[at][0], ROOM, c, b, player, int(kind)))
-
-    def drop(self, player: int, kind: Kind) -> None:
-        records = self.records[f"player-{player}"]
-        self.records[f"player-{player}"] = [r for r in records if r[-1] != kind]
-
-    def judge(self) -> Findings:
-        arrays = {n: np.array(r, dtype=DTYPE) for n, r in self.records.items()}
-        return judge_histories(arrays, SIDES, SALT, MIX)
-
-
-def ended(book: Book, player: int, state: int, reason: int = 0) -> None:
-    book.half(player, Kind.VERDICT, state, reason)
-    if state == words.SUCCESS and SIDES[player] == plan.DECODE:
-        count = plan.spec(SALT, ROOM, MIX).pages_count
-        book.half(player, Kind.BYTES, 1, plan.digest(SALT, ROOM, count))
-        book.half(player, Kind.TOKEN, 0, plan.token(SALT, ROOM))
-    book.half(player, Kind.AGAIN, state, reason)
-    book.half(player, Kind.QUIET)
-    book.half(player, Kind.CLEARED)
-
-
-def opened(book: Book) -> None:
-    for player in (0, 2):
-        book.half(player, Kind.ATTACHED, b=50 + player, room=0)
-        book.half(player, Kind.OPENED, GENERATION, SLOT)
-    book.half(2, Kind.TOLD, 2)
-    for state in (words.CLAIMED, words.BOOTSTRAPPING, words.WAITING, words.TRANSFERRING):
-        book.word(packed(state))
-
-
-def over(book: Book) -> None:
-    book.add("driver", Kind.END)
-    for player in (0, 2):
-        book.half(player, Kind.LEFT, room=0)
-
-
-def honest() -> Book:
-    """A room that succeeds, beside a listener that is killed and a client that connects."""
-    book = Book()
-    opened(book)
-    book.signal(0, Role.LISTENER, Mode.KILL)
-    book.back(0, Role.LISTENER, Mode.KILL)
-    book.add("connector", Kind.CONNECTED, 1, 0)
-    book.add("connector", Kind.SERVED, 1, 0)
-    ended(book, 0, words.SUCCESS)
-    ended(book, 2, words.SUCCESS)
-    book.word(packed(words.SUCCESS, quiet=True))
-    book.word(packed(0, generation=GENERATION + 1))
-    book.add("driver", Kind.CENSUS, 0, 0, What.SLOTS, 0)
-    over(book)
-    return book
-
-
-def failed(reason: int, other: int, before: Callable[[Book], None]) -> Book:
-    """Both halves fail; `before` says what happened."""
-    book = Book()
-    opened(book)
-    before(book)
-    ended(book, 0, words.FAILED, reason)
-    ended(book, 2, words.FAILED, other)
-    over(book)
-    return book
 
 
 def test_an_honest_history_has_no_fault() -> None:
@@ -298,66 +196,6 @@ def test_each_kind_of_violation_is_planted_at_least_once() -> None:
     assert {kind for _, kind in PLANTED} | {"untouched rooms failed"} == set(KINDS)
 
 
-# --- law 7: what may explain a failure ---
-
-
-def nothing(book: Book) -> None:
-    """Nothing happened."""
-
-
-def hit(role: Role, mode: Mode = Mode.KILL, tree: int = 0) -> Callable[[Book], None]:
-    def before(book: Book) -> None:
-        book.signal(tree, role, mode)
-        book.back(tree, role, mode)
-
-    return before
-
-
-def given_up(player: int) -> Callable[[Book], None]:
-    def before(book: Book) -> None:
-        book.half(player, Kind.ABORTED, plan.FIRST, words.ABORTED)
-
-    return before
-
-
-EXPLAINED = [
-    (words.ABORTED, words.PEER_ABORTED, given_up(0)),
-    (words.PEER_ABORTED, words.ABORTED, given_up(2)),
-    (words.WORKER_DIED, words.WORKER_DIED, hit(Role.WORKER)),
-    (words.TRANSPORT_FAILED, words.PEER_LOST, hit(Role.WORKER, Mode.HANG, tree=2)),
-    (words.PEER_LOST, words.PEER_RESTARTED, hit(Role.TREE)),
-    (words.ENGINE_DIED, words.ENGINE_DIED, hit(Role.PLAYER, tree=2)),
-    (words.STALLED, words.WAITING_TIMEOUT, hit(Role.PLAYER, Mode.PAUSE)),
-]
-UNEXPLAINED = [
-    (words.ABORTED, words.PEER_ABORTED, nothing),
-    (words.PEER_ABORTED, words.PEER_ABORTED, nothing),
-    (words.WORKER_DIED, words.WORKER_DIED, nothing),
-    (words.WORKER_DIED, words.WORKER_DIED, hit(Role.LISTENER)),  # law 7 itself
-    (words.PEER_LOST, words.BOOTSTRAP_TIMEOUT, hit(Role.LISTENER_STANDBY)),
-    (words.BOOTSTRAP_TIMEOUT, words.ABORTED, given_up(2)),  # law 6: an abort is a message
-    (words.WORKER_DIED, words.WORKER_DIED, hit(Role.WORKER, tree=1)),  # of others
-    (words.BAD_DESTINATION, words.PEER_LOST, hit(Role.TREE)),
-    (words.CORRUPT_AUX, words.PEER_LOST, hit(Role.TREE)),
-    (words.NONE, words.NONE, hit(Role.TREE)),
-    (words.SHUTDOWN, words.PEER_REFUSED, hit(Role.WORKER)),
-]
-
-
-@pytest.mark.parametrize(("reason", "other", "before"), EXPLAINED)
-def test_a_fault_explains_a_failure(
-    reason: int, other: int, before: Callable[[Book], None]
-) -> None:
-    assert failed(reason, other, before).judge().violations == []
-
-
-@pytest.mark.parametrize(("reason", "other", "before"), UNEXPLAINED)
-def test_what_no_fault_explains_is_a_violation(
-    reason: int, other: int, before: Callable[[Book], None]
-) -> None:
-    assert failed(reason, other, before).judge().found("untouched rooms failed") >= 1
-
-
 def test_a_refused_connect_is_nothing_while_the_whole_tree_is_away() -> None:
     book = honest()
     book.signal(0, Role.SUPERVISOR, Mode.KILL, pid=70)
@@ -425,89 +263,3 @@ def test_the_oracle_shares_no_code_with_pdrt() -> None:
                 assert path[0] != "pdrt", f"{file.name} imports {imported}"
                 own = path[:2] == ["stress", "cascades"]
                 assert not own or path[2] in INDEPENDENT, f"{file.name} imports {imported}"
-
-
-def row(book: Book, incarnation: int, *, serves: bool, table: int = 0) -> None:
-    identity = incarnation << 32 | (300 + incarnation if incarnation else 0)
-    book.add("watcher", Kind.ROW, int(serves), table, words.WORKER, identity)
-
-
-@pytest.mark.parametrize(("away_ms", "explained"), [(100, False), (2000, True)])
-def test_only_a_long_outage_explains_a_deadline(away_ms: int, explained: bool) -> None:
-    def before(book: Book) -> None:
-        row(book, 1, serves=True)
-        row(book, 0, serves=False)
-        book.now += away_ms * 1_000_000
-        row(book, 2, serves=False)
-        row(book, 2, serves=True)
-
-    findings = failed(words.WAITING_TIMEOUT, words.WAITING_TIMEOUT, before).judge()
-    assert (findings.violations == []) is explained
-    assert findings.counts["restarts that we did not play: worker"] == 1
-
-
-@pytest.mark.parametrize(("away_ms", "explained"), [(200, False), (600, True)])
-def test_outages_in_turn_explain_a_deadline_as_one_long_one_does(
-    away_ms: int, explained: bool
-) -> None:
-    def before(book: Book) -> None:
-        for table in (0, 2000):
-            row(book, 1, serves=True, table=table)
-            row(book, 0, serves=False, table=table)
-            book.now += away_ms * 1_000_000
-            row(book, 2, serves=True, table=table)
-            book.now += 10_000_000
-
-    findings = failed(words.WAITING_TIMEOUT, words.WAITING_TIMEOUT, before).judge()
-    assert (findings.violations == []) is explained
-
-
-@pytest.mark.parametrize(("away_ms", "explained"), [(2000, False), (2600, True)])
-def test_a_listener_that_is_away_for_long_is_a_lost_peer(away_ms: int, explained: bool) -> None:
-    """The other half goes on, so its end explains nothing."""
-    book = Book()
-    opened(book)
-    book.signal(2, Role.LISTENER, Mode.KILL, pid=70)
-    book.now += away_ms * 1_000_000
-    book.back(2, Role.LISTENER, Mode.KILL, pid=70)
-    ended(book, 0, words.FAILED, words.PEER_LOST)
-    over(book)
-    assert book.judge().found("untouched rooms failed") == (not explained)
-
-
-def test_what_several_outages_cover_is_counted_once() -> None:
-    spans = [(0.0, 2.0), (1.5, 3.0), (2.0, 2.5), (5.0, 6.0), (8.0, math.inf)]
-    assert covered_s(spans, 1.0, 9.0) == 2.0 + 1.0 + 1.0
-    assert covered_s([], 1.0, 9.0) == 0.0
-
-
-@pytest.mark.parametrize(("tree", "explained"), [(0, True), (2, False)])
-def test_a_fence_needs_a_cause_that_is_not_the_fence(tree: int, explained: bool) -> None:
-    """A restart in a prefill may leave rooms of decode unquiet; decode's own is the fence."""
-
-    def before(book: Book) -> None:
-        for table in {tree * 1000, 2000}:
-            row(book, 1, serves=True, table=table)
-            row(book, 0, serves=False, table=table)
-            row(book, 2, serves=True, table=table)
-
-    found = failed(words.WORKER_DIED, words.WORKER_FENCED, before).judge()
-    assert (found.violations == []) is explained
-
-
-@pytest.mark.parametrize("listener", [True, False])
-@pytest.mark.parametrize("player", [True, False])
-def test_a_fence_may_be_for_a_room_that_an_engine_left_and_a_listener_forgot(
-    player: bool, listener: bool
-) -> None:
-    def before(book: Book) -> None:
-        row(book, 8, serves=True, table=2000)
-        if player:
-            book.signal(0, Role.PLAYER, Mode.KILL)
-            book.back(0, Role.PLAYER, Mode.KILL)
-        if listener:
-            book.signal(2, Role.LISTENER, Mode.KILL)
-            book.back(2, Role.LISTENER, Mode.KILL)
-
-    found = failed(words.WORKER_FENCED, words.WORKER_FENCED, before).judge()
-    assert (found.violations == []) is (player and listener)

@@ -26,6 +26,7 @@ DTYPE = np.dtype(
 STEP_BYTES = 1 << 20  # a file grows by this; what is never written takes no place on the disk
 
 assert DTYPE.itemsize == RECORD.size
+assert STEP_BYTES % RECORD.size == STEP_BYTES % mmap.ALLOCATIONGRANULARITY == 0
 
 
 class Kind(IntEnum):
@@ -79,33 +80,40 @@ class Kind(IntEnum):
 
 
 class Writer:
-    """Append-only.  One process writes a file; another file is for another process."""
+    """Append-only.  One process writes a file; another file is for another process.
+
+    It maps the end of the file alone: what a process under test holds must not grow by what is
+    written down about it."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        self._size = STEP_BYTES
-        os.ftruncate(self._fd, self._size)
-        self._map = mmap.mmap(self._fd, self._size)
-        self._at = 0
+        self._begin = 0  # of what is mapped, in the file
+        self._map = self._mapped()
+        self._at = 0  # in what is mapped
 
     def append(
         self, kind: int, room: int = 0, a: int = 0, b: int = 0, c: int = 0, ns: int = 0
     ) -> None:
-        if self._at == self._size:
+        if self._at == STEP_BYTES:
             self._grow()
         RECORD.pack_into(self._map, self._at, ns or monotonic_ns(), room, c, b, a, kind)
         self._at += RECORD.size
 
+    def _mapped(self) -> mmap.mmap:
+        os.ftruncate(self._fd, self._begin + STEP_BYTES)
+        return mmap.mmap(self._fd, STEP_BYTES, offset=self._begin)
+
     def _grow(self) -> None:
-        self._size += STEP_BYTES
-        os.ftruncate(self._fd, self._size)
-        self._map.resize(self._size)
+        self._map.close()
+        self._begin += STEP_BYTES
+        self._map = self._mapped()
+        self._at = 0
 
     def close(self) -> None:
         self._map.close()
-        os.ftruncate(self._fd, self._at)
+        os.ftruncate(self._fd, self._begin + self._at)
         os.close(self._fd)
 
 

@@ -249,6 +249,18 @@ def test_what_was_written_before_a_kill_is_read(tmp_path: Path) -> None:
     assert read(tmp_path / "a.history")["room"].tolist() == list(range(count))
 
 
+def test_what_is_written_down_is_no_memory_of_the_process_that_writes(tmp_path: Path) -> None:
+    """Else a soak would see a leak of its own making."""
+    writer = Writer(tmp_path / "a.history")
+    for _ in range(4 * STEP_BYTES // RECORD.size + 1):
+        writer.append(Kind.OPENED)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    mapped = [line.split()[0].split("-") for line in maps if line.endswith(str(writer.path))]
+    assert sum(int(end, 16) - int(begin, 16) for begin, end in mapped) == STEP_BYTES
+    writer.close()
+    assert len(read(writer.path)) == 4 * STEP_BYTES // RECORD.size + 1
+
+
 def test_the_oracle_shares_no_code_with_pdrt() -> None:
     files = [*(FOLDER / "oracle").glob("*.py"), *(FOLDER.glob("*.py"))]
     mine = [file for file in files if {file.parent.name, file.stem} & INDEPENDENT]

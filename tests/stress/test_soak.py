@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import threading
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,15 @@ from stress.cascades.piece import Outcome
 from stress.cascades.soak import sample as samples
 from stress.cascades.soak.cascade import allowed, draw, judge_series
 from stress.cascades.soak.judge import Points, Tolerance, judge, line_of
-from stress.cascades.soak.sample import TOLERANCES, Series, family_of, held_by, sample, tolerance_of
+from stress.cascades.soak.sample import (
+    TOLERANCES,
+    Series,
+    family_of,
+    held_by,
+    mapped_memfds,
+    sample,
+    tolerance_of,
+)
 
 CYCLE_S = 1.0
 HOUR = 3600
@@ -163,6 +172,16 @@ def test_a_process_is_sampled_as_it_is():
     assert after.heap > before.heap + 6
     assert after.rss >= after.pss >= after.heap
     assert 0 <= before.age_s <= after.age_s
+
+
+def test_a_memfd_that_is_mapped_and_not_open_counts_too():
+    fd = os.memfd_create("soak-test")
+    inode = os.fstat(fd).st_ino
+    os.posix_fallocate(fd, 0, 1 << 20)
+    with mmap.mmap(fd, 1 << 20), mmap.mmap(fd, 4096):
+        os.close(fd)
+        assert mapped_memfds(Path("/proc/self/maps").read_text())[inode] == 1 << 20
+    assert inode not in mapped_memfds(Path("/proc/self/maps").read_text())
 
 
 def test_every_curve_of_a_sample_has_a_name_that_is_judged_or_is_for_the_plot_alone():

@@ -161,8 +161,8 @@ def is_plotted(name: str) -> bool:
     what, _, role = name.partition(": ")
     if what in ("heap", "descriptors"):
         return role.endswith(("1 supervisor", "1 listener", "1 worker0"))
-    whole = ("pss of all", "pss of files", "pss of shared memory", "memfd bytes", "processes")
-    return what in whole or name == "rooms in the table"
+    whole = ("pss but shared memory", "pss of files", "pss of shared memory")
+    return what in (*whole, "memfd bytes", "processes") or name == "rooms in the table"
 
 
 def allowed(name: str, rooms: int) -> Tolerance | None:
@@ -170,7 +170,7 @@ def allowed(name: str, rooms: int) -> Tolerance | None:
     tolerance = tolerance_of(name)
     what, _, role = name.partition(": ")
     listener = role.startswith("prefill") and role.endswith(" listener")
-    if tolerance is None or not (what == "pss of all" or (what == "heap" and listener)):
+    if tolerance is None or not (what == "pss but shared memory" or (what == "heap" and listener)):
         return tolerance
     newly = min(rooms, REMEMBERED_ROOMS) - min(rooms // 2, REMEMBERED_ROOMS)
     each = newly * REMEMBERED_BYTES / MIB

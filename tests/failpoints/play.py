@@ -9,9 +9,10 @@ from pdrt.protocol.states import KVPoll
 from tests.actors.world import World
 from tests.failpoints.strikes import Strikes, struck
 
-PLAIN, WAITS, ABORTED, GIVEN_UP, ORPHAN, LONELY, FENCED, SHORT = range(1, 9)
+PLAIN, WAITS, ABORTED, GIVEN_UP, ORPHAN, LONELY, FENCED, SHORT, UNHEARD = range(1, 10)
 NEXT = range(100, 104)
 SEED = 7
+UNQUIET_MS = 1500  # longer than `janitor.IDLE_FENCE_NS`
 
 #: What nobody foresaw may have moved bytes here, so the worker ends the room (TRANSPORT_FAILED).
 GIVES_UP = {"worker.write.after_post"}
@@ -19,8 +20,8 @@ GIVES_UP = {"worker.write.after_post"}
 
 def play(failpoint: Failpoint | None, *, shm: bool) -> Strikes:
     """Rooms that succeed, rooms that either side aborts before and while bytes move, deaths of a
-    worker and of an engine, a destination that is too short; the failpoint strikes on top of it.
-    Raises what a law raises."""
+    worker and of an engine, a destination that is too short, two trees that hear nothing of each
+    other; the failpoint strikes on top of it.  Raises what a law raises."""
     strikes = Strikes(failpoint)
     with World(SEED, shm=shm, polls=6) as world:
         with struck(world, strikes):
@@ -57,7 +58,14 @@ def _act(world: World) -> None:
     world.run(100)
     world.send(SHORT, pages_count=4)
     world.receive(SHORT, pages_count=3)
-    world.run(300)
+    world.run(UNQUIET_MS)  # until decode has its worker again, and has seen what is too short
+    world.both(UNHEARD, pages_count=4, chunks=4, pace_ms=10)
+    world.run(20)
+    # Nobody can tell decode that the writes have ended: on every transport it fences by force.
+    world.post.cuts.add(frozenset(("prefill", "decode0")))
+    world.abort("decode0", UNHEARD)
+    world.run(UNQUIET_MS)
+    world.post.mend("prefill", "decode0")
 
 
 def _next_rooms(world: World) -> None:

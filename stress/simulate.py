@@ -8,6 +8,9 @@ The world (`tests/actors/world.py`) is a prefill tree, one or two decode trees a
 between them: pdrt's own actors, engines' rooms and status tables, in one thread and in virtual
 time.  A seed decides everything: what breaks and when, who has the next turn, what is lost, late
 or repeated.  So whatever fails is played again by its seed.
+
+Exits with 1 if a law was broken, with 2 if nothing was played, and with 128 and the signal's number
+if a signal stopped it: then fewer were played than asked for.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ CHUNK = 25  # seeds that a process is given at once
 SHRINK_TRIES_MAX = 300
 FAILURES_MAX = 20  # then it is no use to go on
 MUTANT_SEEDS_MAX = 1000
+NOTHING_PLAYED = 2  # exit code, as of an order that cannot be understood
+STOPPED = 128  # and the signal's number: exit code, as a shell has it
 
 #: What no world can show: these are given by an engine, of what only it can see.
 BEYOND = frozenset({Reason.CORRUPT_AUX})
@@ -68,6 +73,17 @@ class Report:
     took_s: float = 0.0
     tally: Tally = field(default_factory=Tally)
     failures: list[Failure] = field(default_factory=list)
+    ordered: int | None = None  # seeds; None: as many as there was time for
+    signal: int = 0  # that stopped it
+
+    @property
+    def exit_code(self) -> int:
+        """A fault counts even if not all was played; and what was not played proves nothing."""
+        if self.failures:
+            return 1
+        if self.signal:
+            return STOPPED + self.signal
+        return 0 if self.tally.seeds else NOTHING_PLAYED
 
     def add(self, tally: Tally, failures: Sequence[Failure]) -> None:
         self.tally += tally
@@ -89,6 +105,8 @@ class Report:
         return {
             "first_seed": self.first,
             "seeds": tally.seeds,
+            "seeds_ordered": self.ordered,
+            "stopped_by": signal.Signals(self.signal).name if self.signal else "",
             "jobs": self.jobs,
             "took_s": round(self.took_s, 1),
             "schedules_per_s": round(tally.seeds / took_s, 1),
@@ -148,9 +166,14 @@ def text(report: Report) -> str:
     ]
     if report.failures:
         lines += [f"{len(report.failures)} FAILED", *map(str, report.failures)]
-    else:
+    elif found["seeds"]:
         share = found["failing_share_at_most"]
         lines.append(f"no law was broken; by 95 % at most a share of {share:g} of schedules does")
+    if found["stopped_by"]:
+        of = f" of {report.ordered:,}" if report.ordered is not None else ""
+        lines.append(f"STOPPED by {found['stopped_by']}: {found['seeds']:,}{of} were played")
+    elif not found["seeds"]:
+        lines.append("NOTHING was played")
     return "\n".join(lines)
 
 
@@ -191,8 +214,13 @@ def _leave_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _interrupt(_signum: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
+def _interrupt(number: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt(number)
+
+
+def _number_of(interrupt: KeyboardInterrupt) -> int:
+    """Of the signal; Python's own handler, of SIGINT, does not say."""
+    return int(interrupt.args[0]) if interrupt.args else signal.SIGINT
 
 
 def _chunks(first: int, seeds_count: int | None) -> Iterator[tuple[int, int]]:
@@ -207,7 +235,7 @@ def play_all(
     first: int, seeds_count: int | None, *, jobs: int, limit_s: float | None = None
 ) -> Report:
     """Over several processes, until all were played (None: without end) or the time is over."""
-    report = Report(jobs, first)
+    report = Report(jobs, first, ordered=seeds_count)
     begun = time.monotonic()
     chunks = _chunks(first, seeds_count)
     context = multiprocessing.get_context("spawn")
@@ -226,7 +254,8 @@ def play_all(
                 done, going = wait(going, return_when=FIRST_COMPLETED)
                 for future in done:
                     report.add(*future.result())
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            report.signal = _number_of(interrupt)
             print("interrupted: what is begun is played to its end", file=sys.stderr)
             pool.shutdown(cancel_futures=True)
             for future in going:
@@ -266,6 +295,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="play this one alone")
     parser.add_argument("--mutants", action="store_true", help="break pdrt on purpose")
     options = parser.parse_args(arguments)
+    for name in ("seeds", "minutes", "jobs"):
+        given = getattr(options, name)
+        if given is not None and not given > 0:
+            parser.error(f"--{name} {given}: nothing would be played")
     if options.seeds is None and options.minutes is None:
         options.seeds = 10_000
     return options
@@ -289,7 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0 if check_mutants(options.first) else 1
     if options.seed is not None:
         began = time.monotonic()
-        report = Report(1, options.seed)
+        report = Report(1, options.seed, ordered=1)
         report.add(*play(options.seed, 1))
         report.took_s = time.monotonic() - began
         print(schedule.setting(options.seed))
@@ -299,10 +332,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(text(report))
     if options.json is not None:
         options.json.write_text(json.dumps(report.figures(), indent=1) + "\n", encoding="utf-8")
-    return 1 if report.failures else 0
+    return report.exit_code
+
+
+def command(arguments: Sequence[str] | None = None) -> int:
+    """`main`, that a signal may stop at any moment."""
+    for number in (signal.SIGTERM, signal.SIGINT):  # the second: a shell's background ignores it
+        signal.signal(number, _interrupt)
+    try:
+        return main(arguments)
+    except KeyboardInterrupt as interrupt:
+        print("interrupted: nothing is said of what was played", file=sys.stderr)
+        return STOPPED + _number_of(interrupt)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)  # whoever starts us in the background ignores it
-    sys.exit(main())
+    sys.exit(command())

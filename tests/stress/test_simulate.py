@@ -7,7 +7,11 @@ tests/actors/test_chaos.py, which plays hundreds in one process).
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -72,6 +76,73 @@ def test_a_failure_is_in_the_report_with_what_replays_it() -> None:
     figures = json.loads(json.dumps(report.figures()))
     assert figures["failures"][0]["command"].endswith("--seed 17")
     assert figures["schedules_per_s"] == 2.0
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Those of this process are put back."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_was_stopped_says_so_and_does_not_pass(
+    number: signal.Signals,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def wait_and_be_stopped(*going: Any, **how: Any) -> Any:
+        found = wait(*going, **how)
+        signal.raise_signal(number)
+        return found
+
+    monkeypatch.setattr(simulate, "wait", wait_and_be_stopped)
+    monkeypatch.setattr(simulate, "CHUNK", 1)
+    file = tmp_path / "figures.json"
+    order = ["--seeds", "5000", "--jobs", "1", "--json", str(file)]
+    assert simulate.command(order) == 128 + number
+    found = json.loads(file.read_text())
+    assert 0 < found["seeds"] < 100
+    assert (found["seeds_ordered"], found["stopped_by"]) == (5000, number.name)
+    said = f"STOPPED by {number.name}: {found['seeds']} of 5,000 were played"
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("handlers")
+def test_who_is_stopped_while_nothing_can_be_said_does_not_pass_either(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stopped(*_: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(simulate, "catch", stopped)
+    assert simulate.command(["--mutants"]) == 128 + signal.SIGTERM
+
+
+def test_a_fault_counts_though_not_all_was_played() -> None:
+    report = Report(jobs=1, first=0, signal=signal.SIGTERM)
+    assert report.exit_code == 143
+    report.add(Tally(seeds=4), [Failure(17, "AssertionError: late", "Setting()", ("Act()",))])
+    assert report.exit_code == 1
+
+
+@pytest.mark.parametrize("order", ["--seeds 0", "--seeds -1", "--minutes 0", "--minutes nan"])
+def test_an_order_of_nothing_is_an_error(order: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        simulate.main([*order.split(), "--jobs", "1"])
+    assert ended.value.code == 2
+    assert "nothing would be played" in capsys.readouterr().err
+
+
+def test_a_time_in_which_nothing_is_played_does_not_pass(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert simulate.main(["--minutes", "1e-12", "--jobs", "1"]) == 2
+    assert "NOTHING was played" in capsys.readouterr().out
 
 
 def test_a_mutant_that_no_seed_catches_fails_the_command(

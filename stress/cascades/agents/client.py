@@ -11,6 +11,7 @@ import signal
 import sys
 import zlib
 from pathlib import Path
+from time import monotonic_ns
 from typing import Any
 
 import msgspec
@@ -29,6 +30,7 @@ from stress.cascades.history import Writer
 
 LOOK_S = 0.05
 LEAVES, ABORTS = 0.15, 0.10  # of the turns
+MEDDLES_S = 3.0  # after it has asked, at most
 PAUSE_S = 1.0  # between turns, at most
 TURNS = (1, 2, 3, 4)
 
@@ -52,6 +54,11 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
 
 def digest(text: str) -> int:
     return zlib.crc32(text.encode())
+
+
+def rid_of(request: int) -> str:
+    """No other one begins with it: what is aborted is named by how its id begins."""
+    return f"agent-{request:016x}"
 
 
 class Client:
@@ -101,22 +108,24 @@ class Client:
         talk = asyncio.ensure_future(self._talk(request, body, events))
         moved = asyncio.ensure_future(self._meddle(request, draw, talk))
         done, _ = await asyncio.wait([talk], timeout=self._told.hang_s)
+        ended_ns = monotonic_ns()
         moved.cancel()
         await asyncio.wait([moved])
         if not done:
             talk.cancel()
             await asyncio.wait([talk])
-            self._note(Kind.HUNG, request)
+            self._note(Kind.HUNG, request, ns=ended_ns)
             return False
         if talk.cancelled():
-            self._note(Kind.LEFT, request)
+            self._note(Kind.LEFT, request, ns=ended_ns)
             return False
         status, code = talk.result()
         if code:
-            self._fail(request, status, code)
+            self._note(Kind.FAILED, request, status, code_index(code), ns=ended_ns)
+            print(f"{request}: {status} {code}", flush=True)
             return False
         aborted = events.finish == "abort"
-        self._note(Kind.DONE, request, len(events.text), int(aborted))
+        self._note(Kind.DONE, request, len(events.text), int(aborted), ns=ended_ns)
         if first and not aborted and digest(events.text) != self._told.references[first - 1]:
             self._note(Kind.DIFFERS, request, first - 1)
             print(f"{request}: {FIRST_PROMPTS[first - 1]!r} -> {events.text!r}", flush=True)
@@ -125,7 +134,7 @@ class Client:
 
     async def _talk(self, request: int, body: dict[str, Any], events: Events) -> tuple[int, str]:
         """Status, and the code of an error or ""."""
-        headers = {"x-request-id": f"agent-{request:x}"}
+        headers = {"x-request-id": rid_of(request)}
         answer = None
         try:
             port = self._told.router_port
@@ -151,25 +160,27 @@ class Client:
         """Leave, or have the request aborted, at some moment."""
         if draw > LEAVES + ABORTS:
             return
-        await asyncio.sleep(self._chance.random() ** 2 * 3.0)
+        await asyncio.sleep(self._chance.random() ** 2 * MEDDLES_S)
         if draw < LEAVES:
             talk.cancel()
             return
+        abort = asyncio.ensure_future(self._abort(request))
+        try:
+            await asyncio.wait([abort])
+        finally:  # it may have ended the request before it was answered: what it found is noted
+            await abort
+
+    async def _abort(self, request: int) -> None:
         port = self._chance.choice(self._told.engine_ports)
         try:
-            status, text = await post(port, "/abort_request", {"rid": f"agent-{request:x}"})
+            status, text = await post(port, "/abort_request", {"rid": rid_of(request)})
         except Broken:
             status, text = 0, b""
         count = int(msgspec.json.decode(text)["aborted"]) if status == 200 else 0
         self._note(Kind.ABORTED, request, status, count)
 
-    def _fail(self, request: int, status: int, code: str) -> None:
-        index = code_index(code)
-        self._note(Kind.FAILED, request, status, index)
-        print(f"{request}: {status} {code}", flush=True)
-
-    def _note(self, kind: Kind, request: int, b: int = 0, c: int = 0) -> None:
-        self._writer.append(kind, request, self._number, b, c)
+    def _note(self, kind: Kind, request: int, b: int = 0, c: int = 0, *, ns: int = 0) -> None:
+        self._writer.append(kind, request, self._number, b, c, ns)
 
 
 async def play(told: Told) -> None:

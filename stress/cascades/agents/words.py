@@ -53,6 +53,13 @@ CODES = (
     "server_selection_failed",
 )
 OTHER = len(CODES)  # of an error with a code that is none of these: a fault
+#: What is noted of an error that has no code: the answer said none, or it was cut.
+UNTYPED = ("unreadable", "broken")
+#: What a request ends with that somebody aborted: pdrt's word, and a router's for prefill's answer.
+ABORTED_CODES = ("aborted", "prefill_unavailable")
+#: Rows of those without whom nobody serves HTTP.  Only their death cuts a connection.
+SUPERVISOR, ENGINE = 1, 48
+HTTP_ROWS = (SUPERVISOR, ENGINE)
 
 FIRST_PROMPTS = (
     "Name one river in France.",

@@ -77,33 +77,53 @@ class Found:
     stale_times: int = 0
 
 
+@dataclass
 class Hand:
     """One reader or writer, as a process."""
 
-    def __init__(self, module: str, told: Told) -> None:
-        self.told, self.module = told, module
+    module: str
+    told: Told
+    popen: subprocess.Popen[bytes]
+
+    @classmethod
+    def start(cls, module: str, told: Told) -> Hand:
         main = f"from stress.cascades.torn.{module} import main; main()"
-        self.popen = subprocess.Popen(
+        popen = subprocess.Popen(
             [sys.executable, "-c", main, msgspec.json.encode(told).decode()],
             stdout=subprocess.PIPE,
             cwd=ROOT,
             pass_fds=(told.table_fd, told.region_fd),
         )
+        return cls(module, told, popen)
 
-    def kill(self) -> None:
+    @property
+    def name(self) -> str:
+        return f"{self.module} {self.told.row}"
+
+    def ended(self) -> bool:
+        return self.popen.poll() is not None
+
+    def kill(self) -> list[str]:
+        """The faults of one that had answered, or had ended, before it was struck."""
+        alone = self.ended()
         self.popen.kill()
-        self.popen.communicate()
+        text, _ = self.popen.communicate(timeout=END_S)
+        struck = not alone and self.popen.returncode == -signal.SIGKILL
+        faults: list[str] = self._answer(text, struck=struck)["faults"]
+        return faults
 
     def result(self) -> dict[str, Any]:
-        """What it answers at the end.  Raises RuntimeError if it ended otherwise."""
+        """What it answers at the end.  That it does not, or ends otherwise, is a fault."""
         try:
             text, _ = self.popen.communicate(timeout=END_S)
         except subprocess.TimeoutExpired:
-            self.kill()
-            raise RuntimeError(f"{self.module} {self.told.row} did not end") from None
-        if self.popen.returncode:
-            raise RuntimeError(f"{self.module} {self.told.row}: exit {self.popen.returncode}")
-        answer: dict[str, Any] = json.loads(text)
+            return {"faults": [*self.kill(), f"{self.name} did not end"]}
+        return self._answer(text, struck=False)
+
+    def _answer(self, text: bytes, *, struck: bool) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(text) if text else {"faults": []}
+        if not struck and (self.popen.returncode or not text):
+            answer["faults"].append(f"{self.name}: exit {self.popen.returncode}")
         return answer
 
 
@@ -141,12 +161,15 @@ class Round:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for hand in (*self._writers.values(), *self._readers):
+        for hand in self._hands():
             hand.kill()
         self._gate.close()
         self._table.close()
         for fd in self._fds:
             os.close(fd)
+
+    def _hands(self) -> list[Hand]:
+        return [*self._writers.values(), *self._readers]
 
     def _told(self, row: int, out: str, incarnation: int = 1) -> Told:
         table_fd, region_fd = self._fds
@@ -166,7 +189,7 @@ class Round:
         for row in range(1, self._crew.writers + 1):
             self._start_writer(row, 1)
         for row in range(FIRST_READER, FIRST_READER + self._crew.readers):
-            self._readers.append(Hand("reader", self._told(row, f"{row}.npz")))
+            self._readers.append(Hand.start("reader", self._told(row, f"{row}.npz")))
         rows = [*self._writers, *(hand.told.row for hand in self._readers)]
         end = time.monotonic() + START_S
         while not all(self._table.pulse(row) for row in rows):
@@ -177,19 +200,22 @@ class Round:
     def _start_writer(self, row: int, incarnation: int) -> None:
         self._table.incarnate(row, incarnation, os.getpid(), "writer")
         told = self._told(row, f"{row}-{incarnation}.history", incarnation)
-        self._writers[row] = Hand("writer", told)
+        self._writers[row] = Hand.start("writer", told)
 
     def play(self, seconds: float) -> None:
-        """Let them work; kill, stop and sweep.  Ends sooner if a reader has seen enough."""
+        """Let them work; kill, stop and sweep.  Ends sooner if one has seen enough, or is dead."""
         self._gate.set(GATE_OPEN)
         end = time.monotonic() + seconds
         strike = time.monotonic() + self._chance.uniform(*KILL_EVERY_S)
-        while time.monotonic() < end and all(r.popen.poll() is None for r in self._readers):
+        while time.monotonic() < end and not self._is_over():
             time.sleep(SWEEP_S)
             self._janitor.sweep(monotonic_ns())
             if self._crew.kills and time.monotonic() > strike:
                 strike = time.monotonic() + self._chance.uniform(*KILL_EVERY_S)
                 self._strike()
+
+    def _is_over(self) -> bool:
+        return bool(self.found.faults) or any(hand.ended() for hand in self._hands())
 
     def _strike(self) -> None:
         row = self._chance.choice(list(self._writers))
@@ -200,7 +226,7 @@ class Round:
         if self._chance.random() < 0.2:
             hand.popen.send_signal(signal.SIGCONT)
             return
-        hand.kill()
+        self.found.faults += hand.kill()
         self.found.kills += 1
         self._table.bury(row)
         self._start_writer(row, hand.told.incarnation + 1)
@@ -208,29 +234,33 @@ class Round:
     def finish(self) -> Found:
         """Take the answers, sweep what the dead have left, judge."""
         found = self.found
+        early = [hand.name for hand in self._hands() if hand.ended()]
         self._gate.set(SHUT)
         for hand in self._writers.values():
             found.faults += hand.result()["faults"]
             self._table.bury(hand.told.row)
+        sights = []
         for hand in self._readers:
             answer = hand.result()
             found.faults += answer["faults"]
+            if "reads" not in answer:  # it crashed
+                continue
             found.stale_times += answer["stale_times"]
             for way, count in answer["reads"].items():
                 found.reads[way] = found.reads.get(way, 0) + count
+            with np.load(hand.told.out) as saved:
+                sights.append((saved["slots"], saved["words"]))
         for _ in range(SWEEPS_MAX):
             self._janitor.sweep(monotonic_ns())
         left = self._table.live_slots().tolist()
         found.faults += [f"slot {slot}: the sweeps did not free it" for slot in left[:5]]
         self._history.close()
-        sights = []
-        for hand in self._readers:
-            with np.load(hand.told.out) as saved:
-                sights.append((saved["slots"], saved["words"]))
         written = Written.read(self._folder.glob("*.history"))
         found.faults += judge(written, self._table.words.copy(), sights)
         found.writes, found.rooms = len(written.slots), written.rooms
         found.verdicts = written.verdicts()
+        if early and not found.faults:
+            found.faults = [f"{name} ended, and saw no fault" for name in early]
         return found
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from pdrt.memory.aux import TOP_MAX, AuxRow, AuxRows
 from pdrt.process_rows import NOBODY, Owner
 from pdrt.protocol.layout import Layout, RegionMap
-from pdrt.protocol.states import KVPoll
+from pdrt.protocol.states import Event, KVPoll
 from pdrt.shm_status import (
     GENERATION_SHIFT,
     QUIET_BIT,
@@ -210,6 +211,16 @@ class BackToLife(Tracked):
         return False
 
 
+class OldHandles(Tracked):
+    """Ends whatever room is in the slot.  Each of its steps is one that a room may take: only who
+    used the old handle can know."""
+
+    def move(self, slot: int, generation: int, event: Event, **how: Any) -> bool:
+        if event is Event.FAULT:
+            generation = self.word(slot) >> GENERATION_SHIFT
+        return super().move(slot, generation, event, **how)
+
+
 MUTANTS: dict[str, type[Tracked]] = {
     "halves": Halves,
     "two steps": TwoSteps,
@@ -219,6 +230,7 @@ MUTANTS: dict[str, type[Tracked]] = {
     "half fields": HalfFields,
     "low water": LowWater,
     "back to life": BackToLife,
+    "old handles": OldHandles,
 }
 LATE_AUX = "late aux"  # a writer's: Success first, the aux row afterwards
 

@@ -43,6 +43,7 @@ from pdrt.shm_status import (
 PAUSE_MAX_NS = 1000 * MILLISECOND_NS
 UNANSWERED = (Reason.PEER_LOST, Reason.BOOTSTRAP_TIMEOUT)
 FAILING_MAX = 65536  # rooms that are told again and again
+UNKNOWN = "?"  # no session has this name
 AGAIN_MAX, AGAIN_NS = 1024, 5 * SECOND_NS  # ends that a new listener of prefill's hears again
 
 
@@ -68,6 +69,11 @@ class Room:
     told_ns: int = 0  # since when, by us
     told_session: str = ""  # which of its listeners does
     until_ns: int = 0
+
+    @property
+    def first(self) -> str:
+        """The session that was sent the destination first; "" if none was yet."""
+        return self.session if self.whole else UNKNOWN
 
     @property
     def is_sole(self) -> bool:
@@ -119,7 +125,7 @@ class Failing:
             handle.generation,
             self._instance,
             reason,
-            session=room.session if room.whole else "",
+            session=room.first,
         )
         room.until_ns = now_ns + to_ns(self._timeouts.quiet_s)
         self._rooms[handle] = room

@@ -250,7 +250,7 @@ class DecodeListener:
             return
         room.session = room.session or prefill.session
         room.shared |= room.session != prefill.session
-        copy = msgspec.structs.replace(destination, session=prefill.session)
+        copy = msgspec.structs.replace(destination, session=prefill.session, first=room.first)
         self._mailbox.post(prefill.link, copy)
 
     def _on_destination_taken(self, sender: Address, taken: DestinationTaken, now_ns: int) -> None:
@@ -394,4 +394,4 @@ class DecodeListener:
         if prefill is not None and prefill.ready:
             whose = room.handle.room, room.rank, *room.handle[1:], self._instance
             landed = room.landed.use if room.landed is not None else 0
-            self._mailbox.post(prefill.link, Expect(*whose, room.taken, room.session, landed))
+            self._mailbox.post(prefill.link, Expect(*whose, room.taken, room.first, landed))

@@ -17,6 +17,7 @@ from pdrt import failpoints
 from pdrt.actors.taken import Taken
 from pdrt.clock import MILLISECOND_NS, SECOND_NS
 from pdrt.protocol.messages import Abort, AbortTaken, Destination, Expect, Landed
+from pdrt.protocol.peers import instance_digest
 from pdrt.protocol.states import Reason, told_by_peer
 from pdrt.shm_status import Handle
 
@@ -55,13 +56,14 @@ class Room:
     rank: int
     use: int = 0  # of the room id, see Landed
     seen_ns: int = 0  # when we took note of it
+    decode: int = 0  # digest of the instance that it was given to, as its slot says
     theirs: Theirs = NOBODY  # of the decode that waits for it
     claimed: bool = False  # a decode has asked for it
     destination: Destination | None = None
     matched: bool = False  # by us: so the worker has no other destination for it
     failed: bool = False
     fenced: bool = False  # nothing can land at decode any more
-    doubted: bool = False  # of ours, that is: another prefill had its destination, see `doubts`
+    doubted: bool = False  # of ours, that is: others were sent its destination, see `doubts`
     reason: Reason = Reason.NONE
     told_quiet: bool = False
     by_shm: bool = False  # then our worker's death ends its writes, too
@@ -74,6 +76,11 @@ class Room:
     @property
     def key(self) -> Key:
         return self.handle.room, self.rank
+
+    def is_for(self, instance: str) -> bool:
+        """Can it be that decode's?  Another may have the same id, and a predecessor of ours may
+        have given the room to one of them."""
+        return not self.decode or self.decode == instance_digest(instance)
 
     @property
     def is_quiet(self) -> bool:
@@ -92,6 +99,7 @@ class Past:
         self._session = session
         self._give_up_ns = give_up_ns
         self._forgot = forgot
+        self.vanished = Vanished()
         self.taken = Taken(forgot)  # what was given to a room of ours, and so perhaps to a worker
         self.over: OrderedDict[Theirs, Landed | Abort] = OrderedDict()
         self.unclaimed: OrderedDict[Key, Room] = OrderedDict()  # failed before a decode asked
@@ -118,7 +126,8 @@ class Past:
         it?  What we keep has its place: refused when it is sent again, it would still be given to
         our half."""
         if room is not None:
-            return room.destination is not None and room.theirs != theirs_of(destination)
+            taken = room.destination is not None and room.theirs != theirs_of(destination)
+            return taken or not room.is_for(destination.instance)
         early = self.early.get((destination.room, destination.rank))
         return self._full if early is None else early.instance != destination.instance
 
@@ -167,39 +176,23 @@ class Past:
         self.remember(self.over, theirs, abort)
         return abort
 
-    def refuse(self, key: Key, theirs: Theirs, reason: Reason) -> Abort:
+    def refuse(self, destination: Destination, reason: Reason) -> Abort:
         """A destination that no room of ours has.  One may have had it, and be forgotten."""
-        return self._end(key, theirs, reason, quiet=not self.taken.had(*theirs))
+        key, theirs = (destination.room, destination.rank), theirs_of(destination)
+        return self._end(key, theirs, reason, quiet=self._never_had(theirs, destination.first))
 
     def fail(self, room: Room) -> None:
         self._end(room.key, room.theirs, room.reason, quiet=room.is_quiet)
 
     def succeed(self, room: Room, moved_bytes: int) -> None:
-        landed = self._landed(room.key, room.theirs, room.use, moved_bytes)
-        self.remember(self.over, room.theirs, landed)
+        self.land(room.key, room.theirs, room.use, moved_bytes)
 
-    def _landed(self, key: Key, theirs: Theirs, use: int, moved_bytes: int = 0) -> Landed:
+    def land(self, key: Key, theirs: Theirs, use: int, moved_bytes: int = 0) -> Landed:
+        """What a decode hears from now on of a room that has landed."""
         instance, slot, generation = theirs
-        return Landed(*key, slot, generation, moved_bytes, 0, instance, use, self._session)
-
-    def confirm(self, expect: Expect, room: Room | None) -> Landed | Abort | None:
-        """A worker says that a use has landed, and others may have been sent the destination before
-        us.  From now on no room of ours gets it.  None if `room`, which is open, has it and is not
-        of that use: how that ends is the answer."""
-        key, theirs, use = (expect.room, expect.rank), theirs_of(expect), expect.landed
-        over = self.over.get(theirs)
-        if self.taken.use_of(*theirs) != use:
-            if over is not None:
-                return over
-            if room is not None and room.theirs == theirs and room.destination is not None:
-                return None
-            if self.taken.had(*theirs):
-                return self.lost(key, theirs)
-        if not isinstance(over, Landed):  # perhaps nobody had said how it ended
-            self.forget_questions(key, theirs)
-            self.taken.spend(*theirs)
-            self.remember(self.over, theirs, self._landed(key, theirs, use))
-        return self.over[theirs]
+        landed = Landed(*key, slot, generation, moved_bytes, 0, instance, use, self._session)
+        self.remember(self.over, theirs, landed)
+        return landed
 
     def give_up(self, key: Key, abort: Abort, now_ns: int, *, opened: bool) -> None:
         """A decode gave up a room of which we know nothing.  Unless the id is `opened` by another,
@@ -210,7 +203,7 @@ class Past:
         predecessor of ours had first, we cannot know.  Then decode's own fence at the quiet bound
         settles it."""
         theirs = theirs_of(abort)
-        quiet = abort.session == self._session and not self.taken.had(*theirs)
+        quiet = self._never_had(theirs, abort.session)
         self._end(key, theirs, Reason.PEER_ABORTED, quiet=quiet)
         if not opened:
             self._given_up.pop(key, None)
@@ -218,11 +211,20 @@ class Past:
             end = GivenUp(until_ns, theirs, told_by_peer(abort.reason), quiet)
             self.remember(self._given_up, key, end)
 
-    def doubts(self, asked: Destination | Expect | Abort) -> bool:
-        """Was its destination sent to another prefill first, which had our address before us?  Then
-        nothing that becomes of a room of ours says that no byte can land there."""
-        instance, _, _ = asked.session.rpartition("#")
-        return bool(instance) and instance != self._session.rpartition("#")[0]
+    def _never_had(self, theirs: Theirs, first: str) -> bool:
+        """Was no room of ours ever given that destination?  `first`: who was sent it first."""
+        return first == self._session and not self.taken.had(*theirs)
+
+    def doubts(self, asked: Destination | Expect | Abort, room: Room) -> bool:
+        """Was its destination sent to a predecessor of ours first, which may have given it to
+        another room?  Then nothing that becomes of this one says that no byte can land there;
+        unless its slot says that it was given to that decode."""
+        if room.decode and room.is_for(asked.instance):
+            return False
+        if isinstance(asked, Expect) and not asked.session:
+            return False  # it has not been sent yet
+        first = asked.first if isinstance(asked, Destination) else asked.session
+        return first != self._session
 
     def take_given_up(self, key: Key, now_ns: int) -> GivenUp | None:
         """Who gave up the room that has just been opened here, and why."""
@@ -235,10 +237,14 @@ class Past:
         self.unclaimed.pop(room.key, None)
         self.remember(self.unclaimed, room.key, room)
 
-    def take_unclaimed(self, key: Key, now_ns: int) -> Room | None:
+    def take_unclaimed(self, asked: Destination | Expect | Abort, now_ns: int) -> Room | None:
         """Now one does."""
-        room = self.unclaimed.pop(key, None)
-        return room if room is not None and now_ns < room.unclaimed_until_ns else None
+        key = asked.room, asked.rank
+        room = self.unclaimed.get(key)
+        if room is None or not room.is_for(asked.instance):
+            return None
+        del self.unclaimed[key]
+        return room if now_ns < room.unclaimed_until_ns else None
 
     def forget_questions(self, key: Key, theirs: Theirs) -> None:
         for memory in (self.early, self.asked):

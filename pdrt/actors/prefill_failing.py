@@ -15,9 +15,9 @@ from pdrt.actors.decodes import Decodes, worker_link
 from pdrt.actors.past import NOBODY, Past, Room, Theirs, theirs_of
 from pdrt.clock import to_ns
 from pdrt.config import Timeouts
-from pdrt.mail.mailbox import Postman
+from pdrt.mail.mailbox import Address, Postman
 from pdrt.protocol.counters import Counter
-from pdrt.protocol.messages import AbortTaken, Declined, Ended, Fenced
+from pdrt.protocol.messages import AbortTaken, Declined, Destination, Ended, Expect, Fenced
 from pdrt.protocol.states import Reason, told_by_peer
 from pdrt.shm_status import Handle, StatusTable
 
@@ -70,7 +70,7 @@ class Failing:
         """The decode that waits for it, or will, is told."""
         asked, early = self._past.take_questions(room.key)
         if (question := early or asked) is not None:
-            room.theirs = theirs_of(question)
+            room.theirs, room.doubted = theirs_of(question), self._past.doubts(question, room)
             self._past.taken.spend(*room.theirs)  # no later room of that id is given it either
         self.fail(room, reason, now_ns)
 
@@ -79,6 +79,20 @@ class Failing:
         given to a worker, so nothing of it can land."""
         room = Room(Handle(declined.room, -1, declined.generation), declined.rank, fenced=True)
         self._fail_unseen(room, told_by_peer(declined.reason), now_ns)
+
+    def answer(self, sender: Address, asked: Destination | Expect, now_ns: int) -> bool:
+        """Answer for a room that is over here.  False if nothing is remembered of it."""
+        theirs = theirs_of(asked)
+        if theirs in self._past.vanished:
+            return True  # in a moment we shall know
+        if theirs not in self._past.over:
+            room = self._past.take_unclaimed(asked, now_ns)
+            if room is None:
+                return False
+            room.theirs, room.doubted = theirs, self._past.doubts(asked, room)
+            self.claim(room, now_ns, tell=True)
+        self._mailbox.post(sender, self._past.over[theirs])
+        return True
 
     def claim(self, room: Room, now_ns: int, *, tell: bool) -> None:
         """A failed room and its decode have met."""

@@ -13,8 +13,9 @@ from functools import partial
 from pdrt import failpoints
 from pdrt.actors.base import BUSY_MS, IDLE_MS
 from pdrt.actors.decodes import Decodes, worker_link
-from pdrt.actors.past import NOBODY, Past, Room, Seen, Theirs, Vanished, theirs_of
+from pdrt.actors.past import NOBODY, Past, Room, Seen, Theirs, theirs_of
 from pdrt.actors.prefill_failing import Failing
+from pdrt.actors.vouching import Vouching
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.mail.knock import Knock
@@ -37,12 +38,13 @@ from pdrt.protocol.messages import (
     Introduction,
     Opened,
     PeerWarm,
+    Recalled,
     WorkerUp,
     session_of,
 )
 from pdrt.protocol.peers import instance_digest, transport_code
 from pdrt.protocol.states import OPEN, TERMINAL, Event, KVPoll, Reason, told_by_peer
-from pdrt.shm_status import STATE_MASK, Handle, StatusTable, transport_of
+from pdrt.shm_status import STATE_MASK, Handle, StatusTable, peer_of, transport_of
 
 SCAN_NS = 20 * MILLISECOND_NS
 DELIVER_NS = 1000 * MILLISECOND_NS
@@ -82,8 +84,8 @@ class PrefillListener:
         self._session = session_of(instance, table.me.incarnation)
         forgot = partial(table.count, Counter.FORGOTTEN)
         self._past = Past(self._session, to_ns(timeouts.bootstrap_s), forgot=forgot)
-        self._vanished = Vanished()
         self._failing = Failing(table, mailbox, timeouts, self._decodes, self._past)
+        self._vouching = Vouching(layout.ranks, mailbox, self._past, self._by_id)
         self._scanned_ns = 0  # 0: never, so rooms may be open or failed that we have not seen
 
     # --- messages --------------------------------------------------------------------------------
@@ -111,6 +113,8 @@ class PrefillListener:
                 self._failing.taken(message)
             case Expect():
                 self._on_expect(sender, message, now_ns)
+            case Recalled():
+                self._vouching.recalled(message)
             case Hello():
                 self._decodes.hello(sender, message, now_ns)
             case Introduction():
@@ -132,7 +136,7 @@ class PrefillListener:
         for room_id in waiting:
             for rank in range(self._layout.ranks):
                 room = self._by_id.get((room_id, rank))
-                if room is not None and room.destination is None:
+                if room is not None and room.destination is None and room.is_for(beat.instance):
                     self._decodes.missing.claim(room, now_ns)
                     self._table.renew_state(room.handle.slot, room.handle.generation, now_ns)
         served = [
@@ -158,8 +162,11 @@ class PrefillListener:
         if over and (word.state is not KVPoll.Failed or self._scanned_ns):
             return  # failed since our first scan: whoever ended it says so, or decode asks
         self._seen.note(*handle[1:])
-        by_shm = transport_of(self._table.path(*handle[1:])) == SHM
-        room = Room(handle, rank, self._table.use(*handle[1:]), now_ns, by_shm=by_shm)
+        path = self._table.path(*handle[1:])
+        room = Room(handle, rank, self._table.use(*handle[1:]), now_ns)
+        room.by_shm = transport_of(path) == SHM
+        if word.state is not KVPoll.Bootstrapping:  # else a predecessor died before it gave it away
+            room.decode = peer_of(path)
         if over:
             self._fail(room, word.reason, now_ns)
             return
@@ -181,7 +188,7 @@ class PrefillListener:
             # For a predecessor of ours.  If the room is still open, decode sends it again for us.
             self._decodes.resync(sender)
             return
-        if self._answer_past(sender, destination, now_ns):
+        if self._failing.answer(sender, destination, now_ns):
             return
         key = (destination.room, destination.rank)
         room = self._by_id.get(key)
@@ -189,10 +196,10 @@ class PrefillListener:
         if self._past.refuses(room, destination):
             reason = Reason.PEER_REFUSED
         if reason is not Reason.NONE:
-            if room is not None and room.destination is None:
+            if room is not None and room.destination is None and room.is_for(theirs[0]):
                 room.theirs = theirs
                 self._fault(room, reason, now_ns, tell=False)
-            self._mailbox.post(sender, self._past.refuse(key, theirs, reason))
+            self._mailbox.post(sender, self._past.refuse(destination, reason))
             return
         if room is None:
             self._past.keep_early(key, destination, now_ns)
@@ -213,7 +220,8 @@ class PrefillListener:
         self._claim(room, theirs, now_ns)
         code = transport_code(decode.transport(destination.rank) if decode is not None else "")
         room.by_shm = code == SHM
-        self._table.set_path(*handle[1:], code, instance_digest(destination.instance))
+        room.decode = instance_digest(destination.instance)
+        self._table.set_path(*handle[1:], code, room.decode)
         failpoints.hit("prefill.match.before_move")
         if self._table.move(handle.slot, handle.generation, Event.PEER_KNOWN, now_ns=now_ns):
             room.matched = True
@@ -238,31 +246,16 @@ class PrefillListener:
 
     # --- decode asks, decode gives up ------------------------------------------------------------
 
-    def _answer_past(self, sender: Address, asked: Destination | Expect, now_ns: int) -> bool:
-        """Answer for a room that is over here.  False if nothing is remembered of it."""
-        theirs = theirs_of(asked)
-        if theirs in self._vanished:
-            return True  # in a moment we shall know
-        if theirs not in self._past.over:
-            room = self._past.take_unclaimed((asked.room, asked.rank), now_ns)
-            if room is None:
-                return False
-            room.theirs, room.doubted = theirs, self._past.doubts(asked)
-            self._failing.claim(room, now_ns, tell=True)
-        self._mailbox.post(sender, self._past.over[theirs])
-        return True
-
     def _on_expect(self, sender: Address, expect: Expect, now_ns: int) -> None:
         key, theirs = (expect.room, expect.rank), theirs_of(expect)
         room = self._by_id.get(key)
         if expect.landed:
-            if theirs not in self._vanished and (answer := self._past.confirm(expect, room)):
-                self._mailbox.post(sender, answer)
+            self._vouching.ask(sender, expect)
             return
-        if self._answer_past(sender, expect, now_ns):
+        if self._failing.answer(sender, expect, now_ns):
             return
-        if room is not None and room.destination is None:
-            room.doubted |= self._past.doubts(expect)
+        if room is not None and room.destination is None and room.is_for(expect.instance):
+            room.doubted |= self._past.doubts(expect, room)
             self._claim(room, theirs, now_ns)
             return
         destination = self._past.early.get(key) if room is None else room.destination
@@ -283,12 +276,12 @@ class PrefillListener:
         room = self._by_id.get(key)
         if theirs in past.over:
             pass  # a repeat, or our own room had ended before
-        elif room is not None and room.theirs in (NOBODY, theirs):
-            room.doubted |= room.theirs == NOBODY and past.doubts(abort)
+        elif room is not None and room.theirs in (NOBODY, theirs) and room.is_for(theirs[0]):
+            room.doubted |= room.theirs == NOBODY and past.doubts(abort, room)
             room.theirs = theirs
             self._fault(room, told_by_peer(abort.reason), now_ns, tell=False)
-        elif (failed := past.take_unclaimed(key, now_ns)) is not None:
-            failed.theirs, failed.doubted = theirs, past.doubts(abort)
+        elif (failed := past.take_unclaimed(abort, now_ns)) is not None:
+            failed.theirs, failed.doubted = theirs, past.doubts(abort, failed)
             self._failing.claim(failed, now_ns, tell=False)
         else:
             past.give_up(key, abort, now_ns, opened=room is not None)
@@ -305,7 +298,7 @@ class PrefillListener:
     def _on_ended(self, ended: Ended, now_ns: int) -> None:
         room = self._rooms.get(ended.slot)
         if room is None or room.handle.generation != ended.generation:
-            room = self._vanished.pop(ended.slot, ended.generation)
+            room = self._past.vanished.pop(ended.slot, ended.generation)
         if room is None:
             self._on_unseen(ended, now_ns)
         elif ended.failed:  # it need not be in the table any more, or not for long
@@ -336,7 +329,7 @@ class PrefillListener:
         word = self._table.read(room.handle.slot, room.handle.generation)
         if word is None:
             self._leave(room)
-            self._vanished.add(room, now_ns)
+            self._past.vanished.add(room, now_ns)
         elif word.state is KVPoll.Success:
             self._succeed(room)
         elif word.state is KVPoll.Failed and not room.failed:
@@ -364,13 +357,13 @@ class PrefillListener:
         if now_ns - self._scanned_ns >= SCAN_NS:
             self._scan(now_ns)
             self._past.drop_unasked(now_ns)
-            for room in self._vanished.take_silent(now_ns):
+            for room in self._past.vanished.take_silent(now_ns):
                 if room.theirs == NOBODY:  # who says late how it ended is still to be heard
                     self._seen.miss(*room.handle[1:])
                 self._past.lose(room)
             self._failing.repeat(now_ns)
             self._mourn(now_ns)
-        return BUSY_MS if self._rooms or self._failing or self._vanished else IDLE_MS
+        return BUSY_MS if self._rooms or self._failing or self._past.vanished else IDLE_MS
 
     def _mourn(self, now_ns: int) -> None:
         """End the rooms of decodes that are gone."""

@@ -13,7 +13,8 @@ to, though prefill's listener was restarted in between.  For:
 * If none had it, nothing was written for it, and decode's room ends by what the present listener
   says: that a room is quiet is not believed of an earlier one.
 * That a room has landed is not believed of a worker alone if another listener may have given its
-  destination away, too: the present one must say that no other room of ours has it, or will.
+  destination away, too: the present one must say that no other room of ours has it, or will, and
+  asks its worker, since a listener between may have given it away.
 
 Assumption: if both died, listener and worker, and the destination is given to another room, then
 the dead worker's writes have ended, as they have over shm.
@@ -24,11 +25,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from pdrt.protocol.messages import Destination
+from pdrt.protocol.messages import Destination, Recall, Recalled
 from pdrt.shm_status import Handle
 
 SLOTS_MAX = 1 << 18  # remembered; the slot that was used longest ago is forgotten first
 NEVER: tuple[int, Handle | None, int] = (-1, None, 0)
+ANOTHER = Handle(0, -1, 0)  # a room of ours, and a predecessor knew which
 
 
 class Taken:
@@ -55,6 +57,11 @@ class Taken:
         if slot >= 0 and generation > self._newest.get(key, NEVER)[0]:
             self._note(key, generation, None, 0)
 
+    def learn(self, instance: str, slot: int, generation: int, use: int) -> None:
+        """A predecessor of ours gave that one to a room of ours, of that use."""
+        if generation > self._newest.get((instance, slot), NEVER)[0]:
+            self._note((instance, slot), generation, ANOTHER, use)
+
     def had(self, instance: str, slot: int, generation: int) -> bool:
         """Was that use of a decode's slot given to a room of ours, or may it have been, since a
         later one was seen?"""
@@ -65,6 +72,14 @@ class Taken:
         """The use of the room that it was given to; 0 if there is none, or we cannot know."""
         newest, _, use = self._newest.get((instance, slot), NEVER)
         return use if newest == generation else 0
+
+    def recall(self, recall: Recall) -> Recalled:
+        """What a listener after the one that gave it away asks the worker: who had it?"""
+        slot, generation, instance = theirs = recall.slot, recall.generation, recall.instance
+        had = self.had(instance, slot, generation)
+        use = self.use_of(instance, slot, generation)
+        self.spend(instance, slot, generation)
+        return Recalled(*theirs, had, use)
 
     def _note(self, key: tuple[str, int], generation: int, owner: Handle | None, use: int) -> None:
         self._newest[key] = generation, owner, use

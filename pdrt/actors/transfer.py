@@ -41,6 +41,7 @@ from pdrt.protocol.messages import (
     NewsTaken,
     PeerGone,
     PeerUp,
+    Recall,
     WorkerUp,
 )
 from pdrt.protocol.states import OPEN, Event, KVPoll, Reason
@@ -107,6 +108,8 @@ class TransferWorker:
                 self._on_deliver(message, now_ns)
             case NewsTaken():
                 self._news.taken(sender, message)
+            case Recall():
+                self._mailbox.post(LISTENER, self._taken.recall(message))
             case Ended():
                 room = self._rooms.get(message.slot)
                 if room is not None and room.handle.generation == message.generation:
@@ -159,7 +162,8 @@ class TransferWorker:
             return
         if room.destination is not None:
             # Sent again, perhaps by another listener; bytes of one room go to one place.
-            if room.destination != replace(destination, session=room.destination.session):
+            before = room.destination
+            if before != replace(destination, session=before.session, first=before.first):
                 self._fault(room, Reason.PEER_LOST, now_ns)
             return
         room.destination = destination

@@ -6,7 +6,8 @@ message may be lost, repeated or late; each docstring says who repairs that.  Ta
 never reused, new fields go last with a default.
 
 Version history
-    1   first light; later Expect.landed, Landed.use and Landed.session: 0 or "" means nothing
+    1   first light; later Expect.landed, Landed.use, Landed.session and Destination.first: 0 or ""
+        means nothing
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ class Resync(Message, frozen=True, array_like=True, tag=6):
 class Destination(Message, frozen=True, array_like=True, tag=10):
     """Decode -> prefill: where the KV of this room must land.  Sent again until
     `DestinationTaken`, the room's end, or its deadline.  `session` is the listener incarnation that
-    this copy is for (`session_of`); another one drops it, since the room may be over by then."""
+    this copy is for (`session_of`); another one drops it, since the room may be over by then.
+    `first` is the one that was sent the first copy ("" if decode does not know)."""
 
     room: U63
     rank: U8
@@ -126,6 +128,7 @@ class Destination(Message, frozen=True, array_like=True, tag=10):
     pages: bytes  # little-endian int32, one entry a page
     aux_index: U31
     session: Text = ""
+    first: Text = ""
 
 
 class DestinationTaken(Message, frozen=True, array_like=True, tag=11):
@@ -148,7 +151,7 @@ class Expect(Message, frozen=True, array_like=True, tag=12):
     generation: U32
     instance: Text
     sent: bool  # the destination has left; a prefill that does not know the room must say so
-    session: Text = ""  # the first that was sent the destination, as in an Abort
+    session: Text = ""  # the first that was sent the destination; "" if none was yet
     landed: U40 = 0  # the use that a worker of prefill's says has landed
 
 
@@ -268,6 +271,26 @@ class Deliver(Message, frozen=True, array_like=True, tag=38):
     destination: Destination
 
 
+class Recall(Message, frozen=True, array_like=True, tag=40):
+    """Listener -> prefill's worker: which use of the room id had this destination?  None gets it
+    any more.  Lost: decode asks the listener again."""
+
+    slot: Slot  # decode's handle
+    generation: U32
+    instance: Text
+
+
+class Recalled(Message, frozen=True, array_like=True, tag=41):
+    """Prefill's worker -> listener: the answer to a Recall.  `use` is 0 if nobody had it, or if it
+    was `taken` and the worker does not know any more by whom."""
+
+    slot: Slot
+    generation: U32
+    instance: Text
+    taken: bool
+    use: U40 = 0
+
+
 class Chunk(Message, frozen=True, array_like=True, tag=32):
     """Prefill's engine -> worker: these pages are ready.  Sent again to a restarted worker."""
 
@@ -345,6 +368,8 @@ AnyMessage = (
     | Declined
     | Deliver
     | Fenced
+    | Recall
+    | Recalled
     | Chunk
     | WorkerUp
     | PeerUp

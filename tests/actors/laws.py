@@ -147,7 +147,8 @@ def leftovers(tree: Tree) -> list[str]:
         actor = process.actor
         match actor:
             case PrefillListener():
-                fields = ["_rooms", "_by_id", "_failing", "_vanished"]
+                fields = ["_rooms", "_by_id", "_failing"]
+                note("vanished", len(actor._past.vanished))
                 note(f"early {actor._past.early}", len(actor._past.early))
             case DecodeListener():
                 fields = ["_rooms", "_failing"]

@@ -15,7 +15,7 @@ from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.engine.room import AGAIN_MAX, AGAIN_NS
 from pdrt.engine.sender import KVSender
 from pdrt.mail.mailbox import Address
-from pdrt.protocol.messages import Abort, AnyMessage, Destination, Ended, Expect, Landed, Opened
+from pdrt.protocol.messages import AnyMessage, Destination, Ended, Opened
 from pdrt.protocol.states import Event, Reason
 from pdrt.shm_status import Handle, Word
 from tests.actors.steps import succeeds, to_phase, until_verdict
@@ -47,57 +47,19 @@ def test_a_room_of_which_nobody_said_how_it_ended_is_still_to_be_heard_of() -> N
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_what_was_given_to_a_room_is_not_called_quiet_because_it_is_refused_now(
-    given: bool,
+@pytest.mark.parametrize("first", ["p#1", "p#0", ""])
+def test_what_may_have_been_given_to_a_room_is_not_called_quiet_because_it_is_refused_now(
+    given: bool, first: str
 ) -> None:
-    """How that room ended may be forgotten, and its bytes be under way."""
+    """How that room ended may be forgotten, and its bytes be under way; so may what a listener
+    before us gave away."""
     memory = past.Past("p#1", 0)
-    asked = Destination(7, 0, 3, 5, "d", 1, b"", 0, "p#1")
+    asked = Destination(7, 0, 3, 5, "d", 1, b"", 0, "p#1", first)
     if given:
         assert memory.taken.take(asked, Handle(7, 1, 9))
-    refused = memory.refuse((7, 0), past.theirs_of(asked), Reason.PEER_REFUSED)
-    assert refused.quiet is not given
-    assert memory.taken.take(asked, Handle(7, 2, 9)) is False, "nor is it given to another"
-
-
-@pytest.mark.parametrize("use", [4, 5])
-def test_what_has_landed_is_confirmed_unless_another_use_had_its_destination(use: int) -> None:
-    memory = past.Past("p#1", 0)
-    asked = Destination(7, 0, 3, 5, "d", 1, b"", 0, "p#1")
-    assert memory.taken.take(asked, Handle(7, 1, 9), 5)
-    answer = memory.confirm(Expect(7, 0, 3, 5, "d", True, "p#0", use), None)
-    if use == 5:
-        assert answer == Landed(7, 0, 3, 5, 0, 0, "d", 5, "p#1")
-    else:
-        assert answer == memory.lost((7, 0), past.theirs_of(asked))
-
-
-@pytest.mark.parametrize("use", [4, 5])
-def test_who_knows_that_a_room_has_landed_is_believed_if_nobody_has_said_how_it_ended(
-    use: int,
-) -> None:
-    """Its slot was cleared before we looked, and the worker died with what it had to say to us."""
-    memory = past.Past("p#1", 0)
-    asked = Destination(7, 0, 3, 5, "d", 1, b"", 0, "p#1")
-    room = past.Room(Handle(7, 1, 9), 0, 5, theirs=past.theirs_of(asked), destination=asked)
-    assert memory.taken.take(asked, room.handle, room.use)
-    memory.lose(room)
-    answer = memory.confirm(Expect(7, 0, 3, 5, "d", True, "p#0", use), None)
-    assert isinstance(answer, Landed if use == 5 else Abort)
-    assert memory.over[room.theirs] == answer
-
-
-def test_what_is_confirmed_is_given_to_nobody_any_more() -> None:
-    memory = past.Past("p#2", 0)
-    asked = Destination(7, 0, 3, 5, "d", 1, b"", 0, "p#2")
-    memory.keep_early((7, 0), asked, 0)
-    expect = Expect(7, 0, 3, 5, "d", True, "p#1", 4)
-    assert memory.confirm(expect, None) == Landed(7, 0, 3, 5, 0, 0, "d", 4, "p#2")
-    assert memory.take_questions((7, 0)) == (None, None)
-    assert not memory.taken.take(asked, Handle(7, 1, 9), 6)
-    again = memory.confirm(Expect(7, 0, 3, 5, "d", True, "p#1", 6), None)
-    assert isinstance(again, Landed)
-    assert again.use == 4, "how it was, is the answer"
+    refused = memory.refuse(asked, Reason.PEER_REFUSED)
+    assert refused.quiet is (not given and first == "p#1")
+    assert memory.taken.take(asked, Handle(7, 2, 9)) is (not given and not refused.quiet)
 
 
 def test_what_was_missed_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:

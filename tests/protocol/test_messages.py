@@ -32,6 +32,8 @@ TAGS_EVER = """
 37 Fenced            slot generation
 38 Deliver           slot generation destination
 39 Declined          room rank generation reason peer
+40 Recall            slot generation instance
+41 Recalled          slot generation instance taken use
 """
 LOCAL_FROM = 30  # tags of messages that stay inside one process tree
 EVER = {

@@ -123,12 +123,12 @@ def all_quiet(self: Past, key: Any, theirs: Any, reason: Any, *, quiet: bool) ->
     return end(self, key, theirs, reason, quiet=True)
 
 
-def but_of_aborts(self: Past, asked: Any) -> bool:
-    return not isinstance(asked, Abort) and doubts(self, asked)
+def but_of_aborts(self: Past, asked: Any, room: Any) -> bool:
+    return not isinstance(asked, Abort) and doubts(self, asked, room)
 
 
-def but_of_questions(self: Past, asked: Any) -> bool:
-    return not isinstance(asked, Expect) and doubts(self, asked)
+def but_of_questions(self: Past, asked: Any, room: Any) -> bool:
+    return not isinstance(asked, Expect) and doubts(self, asked, room)
 
 
 def told_quiet(*given: Any) -> past.GivenUp:

@@ -1,0 +1,165 @@
+"""What has landed is believed once it is sure that no other use of its id has its destination."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdrt.actors import past
+from pdrt.actors.past import Room
+from pdrt.actors.transfer import TransferWorker
+from pdrt.actors.vouching import Vouching
+from pdrt.mail.mailbox import Address
+from pdrt.protocol.messages import Abort, AnyMessage, Destination, Expect, Landed, Recall, Recalled
+from pdrt.protocol.states import KVPoll, Reason
+from pdrt.shm_status import Handle
+from tests.actors.steps import until_state, until_verdict, verdict
+from tests.actors.test_uses import landed_unheard
+from tests.actors.world import World
+
+SESSION, FORMER = "p#2", "p#1"
+THEIRS = "d", 3, 5
+ASKED = Destination(7, 0, 3, 5, "d", 1, b"", 0, SESSION, FORMER)
+
+
+class Post:
+    """Keeps what is posted."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[Address, AnyMessage]] = []
+
+    def post(self, to: Address, message: AnyMessage, *, lazy: bool = False) -> None:
+        self.sent.append((to, message))
+
+    def link(self, name: str, endpoint: str, *, from_peer: bool = False) -> None:
+        raise NotImplementedError
+
+    def unlink(self, name: str) -> None:
+        raise NotImplementedError
+
+
+class Desk:
+    """A listener's vouching, and its worker's answers."""
+
+    def __init__(self) -> None:
+        self.past = past.Past(SESSION, 0)
+        self.open_rooms: dict[past.Key, Room] = {}
+        self.post = Post()
+        self.vouching = Vouching(1, self.post, self.past, self.open_rooms)
+
+    def ask(self, use: int, rank: int = 0) -> list[AnyMessage]:
+        """What is posted for that."""
+        del self.post.sent[:]
+        self.vouching.ask("decode", Expect(7, rank, 3, 5, "d", True, FORMER, use))
+        return [message for _, message in self.post.sent]
+
+    def recalled(self, *, taken: bool = False, use: int = 0) -> list[AnyMessage]:
+        del self.post.sent[:]
+        self.vouching.recalled(Recalled(3, 5, "d", taken, use))
+        return [message for _, message in self.post.sent]
+
+
+def landed(use: int) -> Landed:
+    return Landed(7, 0, 3, 5, 0, 0, "d", use, SESSION)
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_the_worker_is_asked_what_listeners_before_gave_away(desk: Desk) -> None:
+    assert desk.ask(4) == desk.ask(4) == [Recall(3, 5, "d")], "it may have been lost"
+    assert desk.recalled() == [landed(4)]
+    assert desk.ask(4) == [landed(4)], "now we know"
+
+
+def test_a_rank_that_is_none_is_asked_of_nobody(desk: Desk) -> None:
+    assert desk.ask(4, rank=1) == []
+
+
+@pytest.mark.parametrize("use", [4, 5, 0])
+def test_what_has_landed_is_confirmed_unless_another_use_had_its_destination(
+    desk: Desk, use: int
+) -> None:
+    """Of use 0 the worker does not know any more which it was."""
+    desk.ask(4)
+    answer = desk.recalled(taken=True, use=use)
+    assert answer == ([landed(4)] if use == 4 else [desk.past.lost((7, 0), THEIRS)])
+
+
+def test_an_open_room_of_another_use_that_has_the_destination_is_the_answer(desk: Desk) -> None:
+    desk.open_rooms[7, 0] = room = Room(Handle(7, 1, 9), 0, use=5)
+    desk.ask(4)
+    assert desk.recalled(taken=True, use=5) == []
+    assert desk.ask(5) == [landed(5)], "its own worker says so"
+    desk = Desk()
+    desk.open_rooms[7, 0] = room
+    desk.ask(4)
+    assert desk.recalled(taken=True, use=6) == [desk.past.lost((7, 0), THEIRS)], "it is another's"
+
+
+@pytest.mark.parametrize("use", [4, 5])
+def test_who_knows_that_a_room_has_landed_is_believed_if_nobody_has_said_how_it_ended(
+    desk: Desk, use: int
+) -> None:
+    """Its slot was cleared before we looked, and the worker died with what it had to say to us."""
+    room = Room(Handle(7, 1, 9), 0, 5, theirs=THEIRS, destination=ASKED)
+    assert desk.past.taken.take(ASKED, room.handle, room.use)
+    desk.past.lose(room)
+    (answer,) = desk.ask(use)
+    assert isinstance(answer, Landed if use == 5 else Abort)
+    assert desk.past.over[room.theirs] == answer
+
+
+def test_what_is_confirmed_is_given_to_nobody_any_more(desk: Desk) -> None:
+    desk.past.keep_early((7, 0), ASKED, 0)
+    desk.ask(4)
+    assert desk.recalled() == [landed(4)]
+    assert desk.past.take_questions((7, 0)) == (None, None)
+    assert not desk.past.taken.take(ASKED, Handle(7, 1, 9), 6)
+    assert desk.ask(6) == [landed(4)], "how it was, is the answer"
+
+
+# --- whole trees ---------------------------------------------------------------------------------
+
+
+def given_away_between(world: World, *, pace_ms: int) -> None:
+    """The first use of room 1 has landed, which is unheard.  A second listener gives its
+    destination to the second use, which moves; then decode hears of the first."""
+    frame = landed_unheard(world)
+    world.trees["prefill"].kill("worker0", again_ms=1)
+    world.run(40)
+    world.send(1, pages_count=4, chunks=4, pace_ms=pace_ms)
+    until_state(world, "prefill", 1, KVPoll.Transferring)
+    world.post._arrive(frame)
+    world.run(30)
+    assert verdict(world, "decode0", 1) is None, "the second listener knows better"
+
+
+def test_a_third_listener_does_not_confirm_what_the_second_gave_away(world: World) -> None:
+    given_away_between(world, pace_ms=300)
+    world.trees["prefill"].kill("listener", again_ms=1)
+    until_verdict(world, 1, "decode0", within_ms=3000)
+    assert verdict(world, "decode0", 1) is verdict(world, "prefill", 1) is KVPoll.Success
+    world.run(1500)
+    world.settle()
+
+
+def test_nor_if_what_has_it_is_over_before_it_looks(world: World) -> None:
+    """The second use is given up half-way, while there is no listener."""
+    given_away_between(world, pace_ms=60)
+    world.trees["prefill"].kill("listener", again_ms=5)
+    world.abort("prefill", 1)
+    until_verdict(world, 1, "decode0", within_ms=3000)
+    job = world.job("decode0", 1)
+    assert (job.verdict, job.reason) == (KVPoll.Failed, Reason.PEER_LOST)
+    world.settle()
+
+
+def test_a_deliver_that_comes_after_the_question_is_refused(world: World) -> None:
+    """A dead listener's order may still be on its way to the worker."""
+    worker = world.trees["prefill"].processes["worker0"].actor
+    assert isinstance(worker, TransferWorker)
+    worker.handle("listener", Recall(3, 5, "d"), world.clock())
+    destination = Destination(7, 0, 3, 5, "d", 1, b"", 0, FORMER, FORMER)
+    assert not worker._taken.take(destination, Handle(7, 1, 9), 6)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from pdrt import attach, shm_status
+from pdrt.actors.base import Beating
 from pdrt.actors.boot import (
     ENGINES_MAX,
     FIRST_ENGINE_ROW,
@@ -293,6 +294,7 @@ class Runtime:
                 mapped=service.mapped,
                 fence=lambda row, reason: supervisor.restart(self._names[row], reason),
                 wake=wake,
+                beating=Beating(self._beat),
             )
             self.board.sweep = partial(self._turn, service, janitor, wake)
             supervisor.add_timer(SWEEP_S, self.board.sweep)
@@ -304,15 +306,18 @@ class Runtime:
                 self._health_server.stop()
 
     def _turn(self, service: AttachService, janitor: Janitor, wake: Waker) -> None:
-        now_ns = monotonic_ns()
-        self.health.turned_ns = now_ns
-        self.table.beat(now_ns)
+        self._beat()
         fresh = self.supervisor.callback_errors_count - self._callback_errors_count
         self.table.count(Counter.CALLBACK_ERRORS, fresh)
         self._callback_errors_count += fresh
         service.recall()
-        janitor.sweep(now_ns)
+        janitor.sweep(monotonic_ns())
         wake.flush()
+
+    def _beat(self) -> None:
+        """A sweep of many rooms takes long; it is no standstill."""
+        self.health.turned_ns = now_ns = monotonic_ns()
+        self.table.beat(now_ns)
 
     # --- engines ---------------------------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -443,16 +444,21 @@ class StatusTable(ProcessRows):
             self.count(Counter.DEADLINES)
 
     def poll_many(
-        self, slots: NDArray[np.intp], generations: NDArray[np.uint64], now_ns: int
+        self,
+        slots: NDArray[np.intp],
+        generations: NDArray[np.uint64],
+        now_ns: int,
+        each: Callable[[Iterable[int]], Iterable[int]] = iter,
     ) -> NDArray[np.uint8]:
-        """States of many rooms in one pass, deadlines enforced.  255 marks a stale handle."""
+        """States of many rooms in one pass, deadlines enforced.  255 marks a stale handle.  `each`
+        goes through those that are late."""
         words = self.words[slots]
         states = (words & np.uint64(STATE_MASK)).astype(np.uint8)
         fresh = (words >> np.uint64(GENERATION_SHIFT) == generations) & (generations & 1 != 0)
         deadlines = self._rows[slots, DEADLINE // 8]
         late = (deadlines & np.uint64(VALUE_MASK)) < np.uint64(now_ns // MILLISECOND_NS)
         late &= fresh & (states > 0) & (states < 4)
-        for i in np.flatnonzero(late).tolist():
+        for i in each(np.flatnonzero(late).tolist()):
             state = self.poll(int(slots[i]), int(generations[i]), now_ns)
             if state is None:  # cleared since this pass began
                 fresh[i] = False
@@ -602,11 +608,13 @@ class StatusTable(ProcessRows):
         used = self.words[: self._load(HIGH_WATER)]
         return np.flatnonzero(used >> np.uint64(GENERATION_SHIFT) & np.uint64(1))
 
-    def end_late(self, now_ns: int) -> NDArray[np.intp]:
+    def end_late(
+        self, now_ns: int, each: Callable[[Iterable[int]], Iterable[int]] = iter
+    ) -> NDArray[np.intp]:
         """As `live_slots`; rooms whose deadline has passed are ended first."""
         slots = self.live_slots()
         if len(slots):  # the pass costs much even of nothing
-            self.poll_many(slots, self.words[slots] >> np.uint64(GENERATION_SHIFT), now_ns)
+            self.poll_many(slots, self.words[slots] >> np.uint64(GENERATION_SHIFT), now_ns, each)
         return slots
 
     def slots_opened_by(self, row: int, *, but: int) -> int:

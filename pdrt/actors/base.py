@@ -7,8 +7,8 @@ runs in a real process here, in a unit test on a fake mailbox, or in a simulator
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol, TypeVar
 
 from pdrt import failpoints
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, Clock
@@ -23,10 +23,13 @@ BEAT_NS = 50 * MILLISECOND_NS
 # only costs; a beat must not wait for two.
 BUSY_MS, IDLE_MS = 20, 50
 LOG_LINES_A_SECOND = 10
+ITEMS_A_BEAT = 256  # of a long loop; the dearest costs some 10 us
 CONTROL_DOOR = "control"  # the one that peers, and strangers, knock at
 DEAF_NS = 200 * MILLISECOND_NS  # between two looks, this much counts as silence
 
 log = logging.getLogger("pdrt.actor")
+
+T = TypeVar("T")
 
 
 class Actor(Protocol):
@@ -59,6 +62,30 @@ class Throttle:
         return self._lines <= self._limit
 
 
+class Beating:
+    """Goes through many items in one turn, and shows meanwhile that the process turns.
+
+    What one message or one tick asks for may grow with the rooms there are, and whoever shows no
+    pulse for `hang_s` is killed, however much it got done.  Only for collections that are there
+    already: a loop that never ends would never look hung."""
+
+    def __init__(self, beat: Callable[[], object], items_a_beat: int = ITEMS_A_BEAT) -> None:
+        self._beat = beat
+        self._left = self._items_a_beat = items_a_beat
+
+    def __call__(self, items: Iterable[T]) -> Iterator[T]:
+        left = self._left
+        try:
+            for item in items:
+                if not left:
+                    left = self._items_a_beat
+                    self._beat()
+                left -= 1
+                yield item
+        finally:
+            self._left = left  # many short loops are a long one
+
+
 def run(
     actor: Actor,
     mailbox: Mailbox,
@@ -86,11 +113,12 @@ def run(
                     log.exception("message dropped: %.200r", message)
             beaten_ns = _beat(table, beaten_ns, clock())  # a turn may hold many slow ones
         sleep_ms = actor.tick(now_ns)
+        beaten_ns = _beat(table, beaten_ns, clock())
         failpoints.hit("actor.turn.before_flush")
         mailbox.flush(now_ns)
         failpoints.hit("actor.turn.before_wake")
         wake()
-        beaten_ns = _beat(table, beaten_ns, now_ns)
+        beaten_ns = _beat(table, beaten_ns, clock())
 
 
 def _beat(table: StatusTable, beaten_ns: int, now_ns: int) -> int:

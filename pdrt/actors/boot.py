@@ -17,7 +17,7 @@ from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.decodes import worker_link
 from pdrt.actors.paths import LISTENER
 from pdrt.actors.prefill_listener import PrefillListener
-from pdrt.actors.transfer import TransferWorker
+from pdrt.actors.transfer import WRITES_A_BEAT, TransferWorker
 from pdrt.attach import AttachRequest
 from pdrt.child import Descriptor, Promotion
 from pdrt.clock import monotonic_ns
@@ -94,6 +94,10 @@ def _enter(boot: Boot, row: int) -> tuple[StatusTable, Mailbox]:
     return table, Mailbox(f"{boot.instance}-{row}.{table.me.incarnation}".encode(), table.count)
 
 
+def _beating(table: StatusTable, items_a_beat: int = base.ITEMS_A_BEAT) -> base.Beating:
+    return base.Beating(lambda: table.beat(monotonic_ns()), items_a_beat)
+
+
 def _run(actor: base.Actor, mailbox: Mailbox, table: StatusTable, wake: Waker) -> None:
     stopped = False
 
@@ -129,6 +133,7 @@ def run_listener(boot: Boot) -> None:
             timeouts=boot.settings.timeouts,
             wake=wake,
             nobody_listens=Knocks(),
+            beating=_beating(table),
         )
     else:
         actor = DecodeListener(
@@ -142,6 +147,7 @@ def run_listener(boot: Boot) -> None:
             timeouts=boot.settings.timeouts,
             wake=wake,
             nobody_listens=Knocks(),
+            beating=_beating(table),
         )
     _run(actor, mailbox, table, wake)
 
@@ -206,6 +212,7 @@ def run_worker(boot: Boot, rank: int, spare: NixlTransport | None = None) -> Non
         clock=monotonic_ns,
         wake=wake,
         listener_row=LISTENER_ROW,
+        beating=_beating(table, WRITES_A_BEAT),
     )
     try:
         _run(worker, mailbox, table, wake)

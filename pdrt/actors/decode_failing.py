@@ -13,13 +13,15 @@ request by now, so it is told of the end, and knows nothing of the bytes of its 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from pdrt import failpoints
+from pdrt.actors.base import Beating
 from pdrt.actors.prefills import Prefill, Prefills
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, to_ns
 from pdrt.config import Timeouts
@@ -44,6 +46,7 @@ PAUSE_MAX_NS = 1000 * MILLISECOND_NS
 UNANSWERED = (Reason.PEER_LOST, Reason.BOOTSTRAP_TIMEOUT)
 FAILING_MAX = 65536  # rooms that are told again and again
 UNKNOWN = "?"  # no session has this name
+LOOKS_MAX = 4  # of the oldest, for one that need not be
 AGAIN_MAX, AGAIN_NS = 1024, 5 * SECOND_NS  # ends that a new listener of prefill's hears again
 
 
@@ -91,6 +94,7 @@ class Failing:
         timeouts: Timeouts,
         prefills: Prefills,
         wake: Callable[[int], None],
+        beating: Beating,
     ) -> None:
         self._instance = instance
         self._table = table
@@ -98,8 +102,9 @@ class Failing:
         self._timeouts = timeouts
         self._prefills = prefills
         self._wake = wake
-        self._rooms: dict[Handle, Room] = {}
-        self._told: deque[Room] = deque(maxlen=AGAIN_MAX)
+        self._beating = beating
+        self._rooms: OrderedDict[Handle, Room] = OrderedDict()
+        self._told: OrderedDict[Handle, Room] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -148,9 +153,11 @@ class Failing:
         self.fail(room, told_by_peer(declined.reason), now_ns, tell=True)
 
     def _forget_one(self) -> None:
-        """The oldest of which nothing can land any more: its prefill has its own deadline."""
-        quiet = (handle for handle in self._rooms if not self._is_unquiet(handle))
-        del self._rooms[next(quiet, next(iter(self._rooms)))]
+        """The oldest, if there is one, of which nothing can land any more: its prefill has its own
+        deadline.  Not all are looked at: that many may be unquiet, and another one failing now."""
+        oldest = list(islice(self._rooms, LOOKS_MAX))
+        quiet = (handle for handle in oldest if not self._is_unquiet(handle))
+        del self._rooms[next(quiet, oldest[0])]
         self._table.count(Counter.FORGOTTEN)
 
     def _send(self, room: Room, now_ns: int) -> None:
@@ -177,7 +184,10 @@ class Failing:
                 prefill = self._prefills.get(room.peer)
                 room.told_session = prefill.session if prefill is not None else ""
                 room.told_ns = room.told_ns or now_ns
-                self._told.append(room)
+                self._told.pop(room.handle, None)
+                self._told[room.handle] = room
+                if len(self._told) > AGAIN_MAX:
+                    self._told.popitem(last=False)
             room.told = True
             room.due_ns = now_ns + PAUSE_MAX_NS  # and ask again, should the quiet be lost
             self._drop_if_over(room, now_ns)
@@ -213,7 +223,7 @@ class Failing:
         """Prefill's listener may be new: tell it what its predecessor had taken, but of ids that
         mean another room by now.  Or we are: rooms that failed before us, only this prefill can
         say that they are quiet, and it may not even know that they failed."""
-        for room in [r for r in self._told if r.peer == prefill.peer]:
+        for room in [r for r in self._told.values() if r.peer == prefill.peer]:
             if room.told_session != prefill.session and room.handle.room not in in_use:
                 self._tell_again(room, now_ns)
         slots = self._table.live_slots()
@@ -222,15 +232,17 @@ class Failing:
         paths = rows[:, PATH // 8] & np.uint64(0xFFFF_FFFF)
         theirs = paths == instance_digest(prefill.instance)
         found = failed & theirs
-        for slot, row in zip(slots[found].tolist(), rows[found].tolist(), strict=True):
-            handle = Handle(row[ROOM // 8], slot, row[0] >> GENERATION_SHIFT)
+        cells = (rows[found, at // 8].tolist() for at in (0, ROOM, OPENER))
+        each = zip(slots[found].tolist(), *cells, strict=True)
+        for slot, cell, room_id, opener in self._beating(each):
+            handle = Handle(room_id, slot, cell >> GENERATION_SHIFT)
             word = self._table.read(slot, handle.generation)
             if handle not in self._rooms and word is not None:
-                room = Room(handle, row[OPENER // 8] >> 40, prefill.peer)
+                room = Room(handle, opener >> 40, prefill.peer)
                 self.fail(room, word.reason, now_ns, tell=True)
 
     def _tell_again(self, room: Room, now_ns: int) -> None:
-        self._told.remove(room)
+        del self._told[room.handle]
         if now_ns - room.told_ns < AGAIN_NS:
             room.told, room.until_ns = False, now_ns + to_ns(self._timeouts.quiet_s)
             self._rooms[room.handle] = room
@@ -248,13 +260,13 @@ class Failing:
 
     def forget(self, peer: str) -> None:
         """Another instance is there now: it knows nothing of these rooms."""
-        for handle in [r.handle for r in self._rooms.values() if r.peer == peer]:
-            del self._rooms[handle]
-        kept = [room for room in self._told if room.peer != peer]
-        self._told = deque(kept, AGAIN_MAX)
+        for rooms in (self._rooms, self._told):
+            each = self._beating(rooms.items())
+            for handle in self._beating([handle for handle, room in each if room.peer == peer]):
+                del rooms[handle]
 
     def repeat(self, now_ns: int) -> None:
-        for room in list(self._rooms.values()):
+        for room in self._beating(list(self._rooms.values())):
             if not self._drop_if_over(room, now_ns) and now_ns >= room.due_ns:
                 self._table.count(Counter.RESENDS)
                 self._send(room, now_ns)

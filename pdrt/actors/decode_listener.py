@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from pdrt import failpoints
-from pdrt.actors.base import BUSY_MS, CONTROL_DOOR, IDLE_MS
+from pdrt.actors.base import BUSY_MS, CONTROL_DOOR, IDLE_MS, Beating
 from pdrt.actors.decode_failing import PAUSE_MAX_NS, Failing, Room
 from pdrt.actors.landing import Landing
 from pdrt.actors.past import Seen
@@ -67,6 +67,7 @@ class DecodeListener:
         timeouts: Timeouts,
         wake: Callable[[int], None],
         nobody_listens: Knock,
+        beating: Beating,
     ) -> None:
         """`control` is the host:port that prefill's workers send `Landed` to."""
         self._instance = instance
@@ -74,6 +75,7 @@ class DecodeListener:
         self._mailbox = mailbox
         self._timeouts = timeouts
         self._wake = wake
+        self._beating = beating
         self._prefills = Prefills(
             instance=instance,
             boot_id=boot_id,
@@ -87,7 +89,7 @@ class DecodeListener:
         )
         self._rooms: dict[int, Room] = {}  # by slot
         self._seen = Seen()
-        self._failing = Failing(instance, table, mailbox, timeouts, self._prefills, wake)
+        self._failing = Failing(instance, table, mailbox, timeouts, self._prefills, wake, beating)
         self._landing = Landing(instance, table, self._failing, wake)
         self._scanned_ns = self._beaten_ns = 0
 
@@ -139,7 +141,7 @@ class DecodeListener:
                 if before and prefill.instance != before:
                     # The new one knows nothing of them, and cannot say what is quiet.
                     self._fault_all(prefill, Reason.PEER_RESTARTED, now_ns)
-                for room in self._rooms_of(prefill):
+                for room in self._beating(self._rooms_of(prefill)):
                     if self._failing.is_orphan(room.handle, prefill):
                         self._fault(room, Reason.PEER_RESTARTED, now_ns, tell=False)
                 if prefill.refusal is not Reason.NONE:
@@ -156,10 +158,10 @@ class DecodeListener:
                 self._renew(sender, message, now_ns)
 
     def _renew(self, sender: Address, beat: Heartbeat, now_ns: int) -> None:
-        """Prefill still serves these rooms of ours: their wait is for its queue, not for a
-        ghost."""
+        """Prefill still serves these rooms: their wait is for its queue, not for a ghost."""
         pairs = np.frombuffer(beat.rooms[: len(beat.rooms) // 16 * 16], dtype="<u8").reshape(-1, 2)
-        for slot, generation in pairs[: self._table.rooms_max].tolist():
+        slots, generations = pairs[: self._table.rooms_max].T.tolist()  # many times as fast
+        for slot, generation in self._beating(zip(slots, generations, strict=True)):
             room = self._find(slot, generation)
             if room is not None:
                 room.due_ns = now_ns + PAUSE_MAX_NS
@@ -168,24 +170,24 @@ class DecodeListener:
                 self._failing.disown(sender, slot, generation)
 
     def _on_ready(self, prefill: Prefill, now_ns: int) -> None:
-        for room in self._rooms_of(prefill):
+        for room in self._beating(self._rooms_of(prefill)):
             room.taken = False
             room.due_ns, room.pause_ns = now_ns, 0  # a new listener has yet to hear of it
             self._peer_known(room, prefill, now_ns)
             self._send_destination(room, now_ns)
-        in_use = {room.handle.room for room in self._rooms.values()}
+        in_use = {room.handle.room for room in self._beating(self._rooms.values())}
         self._failing.adopt(prefill, now_ns, in_use)
 
     def _fault_all(self, prefill: Prefill, reason: Reason, now_ns: int) -> None:
         if replaced := reason is Reason.PEER_RESTARTED:
             self._failing.forget(prefill.peer)
-        for room in self._rooms_of(prefill):
+        for room in self._beating(self._rooms_of(prefill)):
             if reason is prefill.refusal:
                 self._table.set_detail(room.handle.slot, prefill.detail)
             self._fault(room, reason, now_ns, tell=not replaced)
 
     def _rooms_of(self, prefill: Prefill) -> list[Room]:
-        return [room for room in self._rooms.values() if room.peer == prefill.peer]
+        return [r for r in self._beating(self._rooms.values()) if r.peer == prefill.peer]
 
     # --- rooms -----------------------------------------------------------------------------------
 
@@ -217,9 +219,7 @@ class DecodeListener:
         if self._table.state(handle.slot, handle.generation) is not KVPoll.Bootstrapping:
             return
         code = transport_code(prefill.transport)
-        self._table.set_path(
-            handle.slot, handle.generation, code, instance_digest(prefill.instance)
-        )
+        self._table.set_path(*handle[1:], code, instance_digest(prefill.instance))
         failpoints.hit("decode.peer_known.before_move")
         if self._table.move(handle.slot, handle.generation, Event.PEER_KNOWN, now_ns=now_ns):
             self._wake(self._table.opener_row(handle.slot))
@@ -347,7 +347,7 @@ class DecodeListener:
         self._scan(now_ns)
         self._repeat(now_ns)
         self._failing.repeat(now_ns)
-        used = {room.peer for room in self._rooms.values()}
+        used = {room.peer for room in self._beating(self._rooms.values())}
         for prefill in self._prefills.take_lost(now_ns, used):
             self._fault_all(prefill, Reason.PEER_LOST, now_ns)
         if now_ns - self._beaten_ns >= to_ns(self._timeouts.beat_s):
@@ -357,23 +357,26 @@ class DecodeListener:
         return BUSY_MS if self._rooms or self._failing else IDLE_MS
 
     def _beat(self) -> None:
+        waiting: dict[str, set[int]] = {p.peer: set() for p in self._prefills.ready()}
+        for room in self._beating(self._rooms.values()):
+            if room.destination is None and room.peer in waiting:
+                waiting[room.peer].add(room.handle.room)
         for prefill in self._prefills.ready():
-            waiting = {r.handle.room for r in self._rooms_of(prefill) if r.destination is None}
-            rooms = np.array(sorted(waiting), dtype="<u8").tobytes()
+            rooms = np.array(sorted(waiting[prefill.peer]), dtype="<u8").tobytes()
             epoch = self._table.me.incarnation
             self._mailbox.post(prefill.link, Heartbeat(self._instance, epoch, rooms))
 
     def _scan(self, now_ns: int) -> None:
         """Hints may be lost, and engines and the janitor be gone; the table is the truth."""
-        slots = self._table.end_late(now_ns)
+        slots = self._table.end_late(now_ns, self._beating)
         words = dict(zip(slots.tolist(), self._table.words[slots].tolist(), strict=True))
-        for slot, room in list(self._rooms.items()):
+        for slot, room in self._beating(list(self._rooms.items())):
             word = words.get(slot, 0)
             if word >> 32 != room.handle.generation or word & STATE_MASK in TERMINAL:
                 self._look(room, now_ns)
 
     def _repeat(self, now_ns: int) -> None:
-        for room in self._rooms.values():
+        for room in self._beating(self._rooms.values()):
             if now_ns < room.due_ns:
                 continue
             prefill = self._prefills.get(room.peer)

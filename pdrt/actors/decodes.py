@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from pdrt import failpoints
-from pdrt.actors.base import Throttle, deaf_for
+from pdrt.actors.base import Beating, Throttle, deaf_for
 from pdrt.actors.missing import Missing
 from pdrt.actors.past import Room
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, to_ns
@@ -110,9 +110,11 @@ class Decodes:
         mailbox: Postman,
         timeouts: Timeouts,
         nobody_listens: Knock,
+        beating: Beating,
     ) -> None:
         self.missing = Missing(timeouts.beat_s)
         self._nobody_listens = nobody_listens
+        self._beating = beating
         self._instance = instance
         self._boot_id = boot_id
         self._layout = layout
@@ -282,17 +284,18 @@ class Decodes:
         found: list[int] = waiting[: self._table.rooms_max].tolist()
         return found
 
-    def beat_back(self, sender: Address, served: list[tuple[int, int]]) -> None:
-        """`served`: slot and generation there of the rooms that we still serve."""
-        rooms = np.array(served, dtype="<u8").tobytes()
+    def beat_back(self, sender: Address, served: list[Room]) -> None:
+        """`served`: those that we still serve; named by slot and generation there."""
+        theirs = [room.theirs[1:] for room in self._beating(served)]
+        rooms = np.array(theirs, dtype="<u8").tobytes()
         self._mailbox.post(sender, Heartbeat(self._instance, self._table.me.incarnation, rooms))
 
-    def take_lost(self, now_ns: int, *, waited_for: bool) -> list[tuple[Decode, Reason]]:
+    def take_lost(self, now_ns: int, *, waited_for: bool) -> dict[str, Reason]:
         """Forget every decode that has been silent for too long, or whose tree is gone, if somebody
-        waits for one; return them, and those whose address another has now."""
+        waits for one; return their instances, and those whose address another has now."""
         deaf_ns, self._looked_ns = deaf_for(self._looked_ns, now_ns), now_ns
         self._began_ns = min((self._began_ns or now_ns) + deaf_ns, now_ns)
-        lost = [(decode, Reason.PEER_RESTARTED) for decode in self._replaced]
+        lost = {decode.instance: Reason.PEER_RESTARTED for decode in self._replaced}
         self._replaced = []
         for decode in self._known.values():
             decode.heard_ns = min(decode.heard_ns + deaf_ns, now_ns)
@@ -301,12 +304,12 @@ class Decodes:
             log.warning("decode=%s lost silent_s=%.1f", decode.instance, silent_s)
             self._forget(decode)
             self.missing.lose(decode.introduction.control, now_ns)
-            lost.append((decode, Reason.PEER_LOST))
+            lost[decode.instance] = Reason.PEER_LOST
         return lost
 
     def unwanted(self, rooms: Collection[Room], now_ns: int) -> list[Room]:
         """Those that no living decode will ask for."""
-        return [*self.missing.rooms(rooms, now_ns), *self._orphans(rooms, now_ns)]
+        return [*self.missing.rooms(self._beating(rooms), now_ns), *self._orphans(rooms, now_ns)]
 
     def _orphans(self, rooms: Collection[Room], now_ns: int) -> list[Room]:
         """Once, when all that live have come to us: rooms that a listener before us matched with
@@ -315,7 +318,8 @@ class Decodes:
             return []
         self._mourned = True
         living = {0, *(instance_digest(instance) for instance in self._known)}
-        return [r for r in rooms if peer_of(self._table.path(*r.handle[1:])) not in living]
+        path = self._table.path
+        return [r for r in self._beating(rooms) if peer_of(path(*r.handle[1:])) not in living]
 
     def _all_have_come(self, now_ns: int) -> bool:
         """Those whom a listener before us knew, if they live."""

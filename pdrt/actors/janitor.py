@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pdrt import failpoints
+from pdrt.actors.base import Beating
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.process_rows import INCARNATION_MASK
@@ -54,6 +55,7 @@ class Janitor:
         mapped: Callable[[int, int, int], bool],
         fence: Callable[[int, str], None],
         wake: Callable[[int], None],
+        beating: Beating,
     ) -> None:
         """`mapped(peer, rank, epoch)`: does a process of that peer instance (digest) still map the
         memory of a rank, as that incarnation of our worker offered it?
@@ -63,6 +65,7 @@ class Janitor:
         self._mapped = mapped
         self._fence = fence
         self._wake = wake
+        self._beating = beating
         self._busy_ns: dict[int, int] = {}  # row -> when it last had a room that moves
         self._fenced: dict[int, int] = {}  # row -> incarnation restarted on purpose
         # slot -> its generation, and when it was first seen unquiet
@@ -96,7 +99,8 @@ class Janitor:
         for row_index in np.flatnonzero(moving).tolist():
             self._busy_ns[row_index] = now_ns
         changed = 0
-        for i in np.flatnonzero(late | owner_dead | opener_dead | unquiet | claimed).tolist():
+        due = np.flatnonzero(late | owner_dead | opener_dead | unquiet | claimed)
+        for i in self._beating(due.tolist()):
             failpoints.hit("janitor.sweep.before_room")
             slot, generation = int(slots[i]), int(words[i] >> np.uint64(GENERATION_SHIFT))
             if claimed[i]:

@@ -6,8 +6,10 @@ the room up.  Lost with the worker; then decode asks our listener (`Expect`).
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
+from pdrt.actors.base import Beating
 from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.mail.mailbox import Address, Postman
@@ -28,19 +30,23 @@ class _Item:
 
 
 class News:
-    def __init__(self, table: StatusTable, mailbox: Postman, timeouts: Timeouts) -> None:
+    def __init__(
+        self, table: StatusTable, mailbox: Postman, timeouts: Timeouts, beating: Beating
+    ) -> None:
         self._table = table
         self._mailbox = mailbox
+        self._beating = beating
         self._pause_ns = to_ns(timeouts.resend_s)
         self._keep_ns = to_ns(timeouts.stall_s)
-        self._items: dict[tuple[Address, int, int], _Item] = {}  # link, decode's slot, generation
+        # By link, decode's slot, generation.
+        self._items: OrderedDict[tuple[Address, int, int], _Item] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._items)
 
     def tell(self, link: str, landed: Landed, now_ns: int) -> None:
         if len(self._items) >= NEWS_MAX:
-            del self._items[next(iter(self._items))]
+            self._items.popitem(last=False)
             self._table.count(Counter.FORGOTTEN)
         self._items[link, landed.slot, landed.generation] = _Item(
             landed, now_ns + self._pause_ns, now_ns + self._keep_ns, self._pause_ns
@@ -54,7 +60,7 @@ class News:
             del self._items[key]
 
     def repeat(self, now_ns: int) -> None:
-        for key, item in list(self._items.items()):
+        for key, item in self._beating(list(self._items.items())):
             if now_ns >= item.until_ns:
                 del self._items[key]
             elif now_ns >= item.due_ns:

@@ -9,11 +9,12 @@ room id again, and late news of its first use must not touch the second.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 from pdrt import failpoints
+from pdrt.actors.base import Beating
 from pdrt.actors.taken import Taken
 from pdrt.clock import MILLISECOND_NS, SECOND_NS
 from pdrt.protocol.messages import Abort, AbortTaken, Destination, Expect, Landed
@@ -131,12 +132,12 @@ class Past:
         early = self.early.get((destination.room, destination.rank))
         return self._full if early is None else early.instance != destination.instance
 
-    def drop_unasked(self, now_ns: int) -> None:
-        for key, until_ns in list(self._early_until_ns.items()):
+    def drop_unasked(self, now_ns: int, beating: Beating) -> None:
+        for key, until_ns in beating(list(self._early_until_ns.items())):
             if key not in self.early or now_ns >= until_ns:
                 self.early.pop(key, None)
                 del self._early_until_ns[key]
-        self._early_bytes = sum(len(destination.pages) for destination in self.early.values())
+        self._early_bytes = sum(len(early.pages) for early in beating(self.early.values()))
 
     def remember(self, memory: OrderedDict[K, V], key: K, value: V) -> None:
         memory[key] = value
@@ -256,9 +257,10 @@ class Past:
         """What a decode asked for before our half was there."""
         return self.asked.pop(key, None), self.early.pop(key, None)
 
-    def forget_decode(self, instance: str) -> None:
+    def forget_decodes(self, instances: Container[str], beating: Beating) -> None:
         for memory in (self.early, self.asked):
-            for key in [k for k, m in memory.items() if m.instance == instance]:
+            theirs = [k for k in beating(memory) if memory[k].instance in instances]
+            for key in beating(theirs):
                 del memory[key]
 
 
@@ -322,10 +324,11 @@ class Vanished:
             del self._by_theirs[room.theirs]
         return room
 
-    def take_silent(self, now_ns: int) -> list[Room]:
-        """Those of which nobody has said how they ended."""
+    def take_silent(self, now_ns: int) -> Iterator[Room]:
+        """Those of which nobody has said how they ended, one by one."""
         due_ns = now_ns - VANISHED_NS
-        silent = [room for room in self._rooms.values() if room.vanished_ns <= due_ns]
-        for room in silent:
+        for room in list(self._rooms.values()):
+            if room.vanished_ns > due_ns:
+                return  # as all that vanished after it
             self.pop(*room.handle[1:])
-        return silent
+            yield room

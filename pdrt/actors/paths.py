@@ -10,7 +10,7 @@ same agent is back by then, it gets its path back.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from pdrt import failpoints
@@ -182,7 +182,7 @@ class Paths:
         names = {name for transport in self._transports.values() for name in transport.lost()}
         return [path for path in self._paths.values() if path.name in names] if names else []
 
-    def let_go(self, needed: list[Path | None], now_ns: int) -> None:
+    def let_go(self, needed: Container[Path | None], now_ns: int) -> None:
         """Disconnect the paths that leave, except those that are still needed.  Those that stay are
         mentioned now and then: our listener may be another one and not know to whom they lead.
         One that leads to the dead leaves though nobody has told us: what it maps there is not quiet

@@ -10,7 +10,10 @@ decode must not believe a predecessor of ours: we may have given the destination
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from pdrt import failpoints
+from pdrt.actors.base import Beating
 from pdrt.actors.decodes import Decodes, worker_link
 from pdrt.actors.past import NOBODY, Past, Room, Theirs, theirs_of
 from pdrt.clock import to_ns
@@ -32,13 +35,15 @@ class Failing:
         timeouts: Timeouts,
         decodes: Decodes,
         past: Past,
+        beating: Beating,
     ) -> None:
         self._table = table
         self._mailbox = mailbox
         self._timeouts = timeouts
         self._decodes = decodes
         self._past = past
-        self._rooms: dict[Handle, Room] = {}
+        self._beating = beating
+        self._rooms: OrderedDict[Handle, Room] = OrderedDict()
         self._by_theirs: dict[Theirs, Room] = {}
         self._unfenced: dict[int, Room] = {}  # by slot: whom a Fenced is for, claimed or not
 
@@ -158,7 +163,7 @@ class Failing:
                 self._drop(room)
 
     def repeat(self, now_ns: int) -> None:
-        for room in list(self._rooms.values()):
+        for room in self._beating(list(self._rooms.values())):
             if not room.fenced and self._is_quiet(room):
                 self._become_quiet(room, now_ns)
             elif now_ns >= room.abort_until_ns and (room.fenced or not self._is_unquiet(room)):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 
 from pdrt import failpoints
-from pdrt.actors.base import BUSY_MS, IDLE_MS
+from pdrt.actors.base import BUSY_MS, IDLE_MS, Beating
 from pdrt.actors.decodes import Decodes, worker_link
 from pdrt.actors.past import NOBODY, Past, Room, Seen, Theirs, theirs_of
 from pdrt.actors.prefill_failing import Failing
@@ -63,6 +63,7 @@ class PrefillListener:
         timeouts: Timeouts,
         wake: Callable[[int], None],
         nobody_listens: Knock,
+        beating: Beating,
     ) -> None:
         """The mailbox has a link to every worker (`worker_link`).  `wake(row)` nudges an engine."""
         self._layout = layout
@@ -77,14 +78,16 @@ class PrefillListener:
             mailbox=mailbox,
             timeouts=timeouts,
             nobody_listens=nobody_listens,
+            beating=beating,
         )
+        self._beating = beating
         self._rooms: dict[int, Room] = {}  # by slot
         self._by_id: dict[tuple[int, int], Room] = {}  # (room, rank), while they have no verdict
         self._seen = Seen()
         self._session = session_of(instance, table.me.incarnation)
         forgot = partial(table.count, Counter.FORGOTTEN)
         self._past = Past(self._session, to_ns(timeouts.bootstrap_s), forgot=forgot)
-        self._failing = Failing(table, mailbox, timeouts, self._decodes, self._past)
+        self._failing = Failing(table, mailbox, timeouts, self._decodes, self._past, beating)
         self._vouching = Vouching(layout.ranks, mailbox, self._past, self._by_id)
         self._scanned_ns = 0  # 0: never, so rooms may be open or failed that we have not seen
 
@@ -123,7 +126,7 @@ class PrefillListener:
                 self._decodes.warmed(message, now_ns)
             case WorkerUp():
                 if self._decodes.worker_up(message.rank, message.epoch):
-                    for room in self._rooms.values():
+                    for room in self._beating(self._rooms.values()):
                         if room.rank == message.rank:
                             self._deliver(room, now_ns)
             case _:
@@ -133,17 +136,14 @@ class PrefillListener:
         waiting = self._decodes.beat(sender, beat, now_ns)
         if waiting is None:
             return
-        for room_id in waiting:
+        for room_id in self._beating(waiting):
             for rank in range(self._layout.ranks):
                 room = self._by_id.get((room_id, rank))
                 if room is not None and room.destination is None and room.is_for(beat.instance):
                     self._decodes.missing.claim(room, now_ns)
                     self._table.renew_state(room.handle.slot, room.handle.generation, now_ns)
-        served = [
-            room.theirs[1:]
-            for room in self._by_id.values()
-            if room.theirs[0] == beat.instance and room.destination is not None
-        ]
+        rooms = self._beating(self._by_id.values())
+        served = [r for r in rooms if r.destination is not None and r.theirs[0] == beat.instance]
         self._decodes.beat_back(sender, served)
 
     # --- a room and its destination meet ---------------------------------------------------------
@@ -356,8 +356,8 @@ class PrefillListener:
     def tick(self, now_ns: int) -> int:
         if now_ns - self._scanned_ns >= SCAN_NS:
             self._scan(now_ns)
-            self._past.drop_unasked(now_ns)
-            for room in self._past.vanished.take_silent(now_ns):
+            self._past.drop_unasked(now_ns, self._beating)
+            for room in self._beating(self._past.vanished.take_silent(now_ns)):
                 if room.theirs == NOBODY:  # who says late how it ended is still to be heard
                     self._seen.miss(*room.handle[1:])
                 self._past.lose(room)
@@ -367,27 +367,27 @@ class PrefillListener:
 
     def _mourn(self, now_ns: int) -> None:
         """End the rooms of decodes that are gone."""
-        for decode, reason in self._decodes.take_lost(now_ns, waited_for=bool(self._rooms)):
-            for room in [r for r in self._rooms.values() if r.theirs[0] == decode.instance]:
-                self._fault(room, reason, now_ns)
-            self._past.forget_decode(decode.instance)
-        for room in self._decodes.unwanted(self._rooms.values(), now_ns):
+        if lost := self._decodes.take_lost(now_ns, waited_for=bool(self._rooms)):
+            theirs = [r for r in self._beating(self._rooms.values()) if r.theirs[0] in lost]
+            for room in self._beating(theirs):
+                self._fault(room, lost[room.theirs[0]], now_ns)
+            self._past.forget_decodes(lost, self._beating)
+        for room in self._beating(self._decodes.unwanted(self._rooms.values(), now_ns)):
             self._fault(room, Reason.PEER_LOST, now_ns)
 
     def _scan(self, now_ns: int) -> None:
         """Hints may be lost, and engines and the janitor be gone; the table is the truth."""
-        slots = self._table.end_late(now_ns)
-        live = set()
-        for slot, row in zip(slots.tolist(), self._table.rows(slots).tolist(), strict=True):
-            live.add(slot)
-            generation, state = row[0] >> 32, row[0] & STATE_MASK
+        slots = self._table.end_late(now_ns, self._beating)
+        rows, live = self._table.rows(slots), slots.tolist()
+        cells = (rows[:, cell].tolist() for cell in (0, 1, 5))
+        for slot, word, room_id, opener in self._beating(zip(live, *cells, strict=True)):
             known = self._rooms.get(slot)
-            if known is None or known.handle.generation != generation:
-                self._adopt(Handle(row[1], slot, generation), row[5] >> 40, now_ns)
-            elif state in TERMINAL:
+            if known is None or known.handle.generation != word >> 32:
+                self._adopt(Handle(room_id, slot, word >> 32), opener >> 40, now_ns)
+            elif word & STATE_MASK in TERMINAL:
                 self._look(known, now_ns)
-            elif state == KVPoll.WaitingForInput and now_ns >= known.deliver_ns:
+            elif word & STATE_MASK == KVPoll.WaitingForInput and now_ns >= known.deliver_ns:
                 self._deliver(known, now_ns)
-        for room in [r for slot, r in self._rooms.items() if slot not in live]:
-            self._look(room, now_ns)
+        for slot in self._beating(self._rooms.keys() - set(live)):
+            self._look(self._rooms[slot], now_ns)
         self._scanned_ns = now_ns

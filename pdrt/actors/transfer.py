@@ -21,7 +21,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from pdrt import failpoints
-from pdrt.actors.base import BUSY_MS, IDLE_MS, Throttle
+from pdrt.actors.base import BUSY_MS, IDLE_MS, Beating, Throttle
 from pdrt.actors.moving import Room
 from pdrt.actors.news import News
 from pdrt.actors.paths import LISTENER, Path, Paths, tables
@@ -52,6 +52,7 @@ SPINS = 200  # polls without sleep after a room's last progress; then a millisec
 # In one call of a transport, which may copy it all before it returns: far below what would make us
 # look hung.  Progress is seen, and renews the deadline, piece by piece.
 WRITE_BYTES_MAX = 8 << 20
+WRITES_A_BEAT = 8  # a look at a room may be a write of so many
 CHECK_NS = 20 * MILLISECOND_NS
 ANNOUNCE_NS = 250 * MILLISECOND_NS
 
@@ -71,10 +72,12 @@ class TransferWorker:
         clock: Clock,
         wake: Callable[[int], None],
         listener_row: int,
+        beating: Beating,
     ) -> None:
         """`transports`: name -> (opened transport, its metadata).  `wake(row)` nudges an engine.
         The mailbox has a link named "listener", whose process has `listener_row`."""
         self._listener_row = listener_row
+        self._beating = beating
         self._listener = 0  # incarnation that was told last that we are up
         self._region = region
         self._write_pages_max = max(1, WRITE_BYTES_MAX // region.page_bytes)
@@ -91,7 +94,7 @@ class TransferWorker:
         self._paths = Paths(
             region=region, transports=self._transports, preferred=preferred, mailbox=mailbox
         )
-        self._news = News(table, mailbox, timeouts)
+        self._news = News(table, mailbox, timeouts, beating)
         self._taken = Taken(partial(table.count, Counter.FORGOTTEN))
         self._rooms: dict[int, Room] = {}  # by slot
         self._active: dict[int, Room] = {}  # those with something in flight, or ending
@@ -175,7 +178,8 @@ class TransferWorker:
     def _lose(self, path: Path | None, now_ns: int) -> None:
         """The agent is gone or was replaced: its rooms fail."""
         if path is not None:
-            for room in [r for r in self._rooms.values() if r.path is path]:
+            lost = [r for r in self._beating(self._rooms.values()) if r.path is path]
+            for room in self._beating(lost):
                 self._fault(room, Reason.PEER_LOST, now_ns)
 
     # --- writing ---------------------------------------------------------------------------------
@@ -364,22 +368,22 @@ class TransferWorker:
     # --- time ------------------------------------------------------------------------------------
 
     def tick(self, now_ns: int) -> int:
-        for room in list(self._active.values()):
+        for room in self._beating(list(self._active.values())):
             moved = self._quieten(room) if room.ending else self._advance(room, now_ns)
             room.still_turns = 0 if moved else room.still_turns + 1
-        for path in self._paths.take_open():
-            for room in list(self._rooms.values()):
-                if room.destination is not None and room.destination.instance == path.instance:
+        if opened := {path.instance for path in self._paths.take_open()}:
+            for room in self._beating(list(self._rooms.values())):
+                if room.destination is not None and room.destination.instance in opened:
                     self._post(room, now_ns)
         for transport in self._transports.values():
             transport.progress()
         if now_ns - self._checked_ns >= CHECK_NS:
             self._checked_ns = now_ns
-            for room in list(self._rooms.values()):
+            for room in self._beating(list(self._rooms.values())):
                 self._check(room, now_ns)
                 self._post(room, now_ns)  # if the message that made it possible was dropped midway
             self._news.repeat(now_ns)
-            self._paths.let_go([room.path for room in self._active.values()], now_ns)
+            self._paths.let_go({room.path for room in self._beating(self._active.values())}, now_ns)
         listener = self._table.incarnation(self._listener_row)
         if now_ns - self._announced_ns >= ANNOUNCE_NS or listener not in (0, self._listener):
             self._announced_ns, self._listener = now_ns, listener or self._listener
@@ -387,7 +391,8 @@ class TransferWorker:
             self._mailbox.post(LISTENER, up)
         if not self._active and not self._paths.connecting:
             return BUSY_MS if self._rooms or self._news else IDLE_MS
-        return 0 if any(room.still_turns < SPINS for room in self._active.values()) else 1
+        active = self._beating(self._active.values())
+        return 0 if any(room.still_turns < SPINS for room in active) else 1
 
     def close(self) -> None:
         for transport in self._transports.values():

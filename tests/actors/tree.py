@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdrt import shm_status
-from pdrt.actors.base import Actor
+from pdrt.actors.base import Actor, Beating
 from pdrt.actors.boot import ENGINES_MAX, FIRST_ENGINE_ROW, FIRST_WORKER_ROW, LISTENER_ROW
 from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.decodes import worker_link
@@ -44,6 +44,10 @@ assert ENGINES_MAX >= 1
 def control_of(name: str) -> str:
     """Where the tree of that name is dialled."""
     return f"{name}:8998"
+
+
+def beating(table: StatusTable, clock: Clock) -> Beating:
+    return Beating(lambda: table.beat(clock()))
 
 
 class EngineActor(Actor, Protocol):
@@ -170,6 +174,7 @@ class Tree:
             mapped=self._is_mapped,
             fence=self._fence,
             wake=self._wake,
+            beating=beating(self.table, clock),
         )
         self.decodes_mapped_by: Callable[[int], list[NixlLike]] = lambda peer: []
         self.names = ["listener", *(worker_link(m.rank) for m in self.maps), "engine"]
@@ -233,6 +238,7 @@ class Tree:
             "timeouts": self.shape.timeouts,
             "wake": self._wake,
             "nobody_listens": lambda peer, now_ns: peer in self.post.deserted,
+            "beating": beating(table, self.clock),
         }
         if self.role is Role.PREFILL:
             return PrefillListener(**common)
@@ -262,6 +268,7 @@ class Tree:
             clock=self.clock,
             wake=self._wake,
             listener_row=self.row("listener"),
+            beating=beating(process.table, self.clock),
         )
 
     def _moved(self, rank: int, offsets: list[int], verb: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from pdrt import shm_status
+from pdrt.actors.base import Beating
 from pdrt.actors.janitor import Janitor
 from pdrt.clock import SECOND_NS
 from pdrt.config import Timeouts
@@ -54,6 +55,7 @@ def test_a_cleared_slot_is_not_fenced(table: LateTable) -> None:
         mapped=lambda peer, rank, epoch: False,
         fence=lambda row, reason: fenced.append(row),
         wake=lambda row: None,
+        beating=Beating(lambda: None),
     )
     janitor.sweep(100 * SECOND_NS)
     assert fenced == []

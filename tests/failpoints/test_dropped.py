@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import pytest
 
 from pdrt import shm_status
+from pdrt.actors.base import Beating
 from pdrt.actors.janitor import Janitor
 from pdrt.clock import SECOND_NS
 from pdrt.config import Timeouts
@@ -97,6 +98,7 @@ def test_a_restart_that_could_not_be_asked_for_is_asked_for_again(table: StatusT
         mapped=lambda peer, rank, epoch: False,
         fence=fence,
         wake=lambda row: None,
+        beating=Beating(lambda: None),
     )
     with pytest.raises(OSError, match="no descriptor"):
         janitor.sweep(100 * SECOND_NS)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import zmq
 
 from pdrt.actors import base
+from pdrt.actors.base import Beating
 from pdrt.actors.boot import LISTENER_ROW
 from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.clock import SECOND_NS, monotonic_ns
@@ -80,6 +81,7 @@ def lone_listener() -> Iterator[LoneListener]:
             timeouts=Timeouts(),
             wake=lambda row: None,
             nobody_listens=lambda peer, now_ns: False,
+            beating=Beating(lambda: table.beat(monotonic_ns())),
         )
         peer = context.socket(zmq.DEALER)
         peer.connect(endpoint)

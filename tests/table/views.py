@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pdrt.actors.base import Beating
 from pdrt.actors.janitor import Janitor
 from pdrt.clock import MILLISECOND_NS
 from pdrt.config import Timeouts
@@ -72,6 +73,7 @@ def sweep(table: StatusTable, now_ns: int, times: int = 3) -> None:
         mapped=lambda *_: False,
         fence=lambda row, reason: None,
         wake=lambda row: None,
+        beating=Beating(lambda: None),
     )
     for _ in range(times):
         janitor.sweep(now_ns)

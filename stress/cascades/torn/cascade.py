@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from pdrt.actors.base import Beating
 from pdrt.actors.janitor import Janitor
 from pdrt.clock import monotonic_ns
 from pdrt.config import Timeouts
@@ -152,6 +153,7 @@ class Round:
             mapped=lambda *_: False,
             fence=lambda *_: None,
             wake=lambda _: None,
+            beating=Beating(lambda: None),
         )
         self._writers: dict[int, Hand] = {}
         self._readers: list[Hand] = []

@@ -45,6 +45,7 @@ from pdrt.shm_status import StatusTable, peer_of
 
 DECODES_MAX = 4096
 OFFERS_BYTES_MAX = 64 << 10  # of one agent; all decodes' are kept
+ITEMS_MAX = 2**31 - 1  # pages and aux rows of one agent, numbered through in int32
 BEAT_MIN_NS = 10 * MILLISECOND_NS  # heartbeats of one decode that come faster say nothing new
 COME_PEERS = 2  # times `peer_s`: who lives has come to a new listener by then
 BURIED_MAX = 4096  # instances remembered of which another has the address now
@@ -62,8 +63,13 @@ def worker_link(rank: int) -> str:
     return f"worker{rank}"
 
 
-def _offers_bytes(agent: Agent) -> int:
-    return sum(len(metadata) for metadata in agent.offers.values())
+def _impossible(agent: Agent) -> str:
+    """Why this is none that a worker could write to or we could keep; "" if it is."""
+    if sum(len(metadata) for metadata in agent.offers.values()) > OFFERS_BYTES_MAX:
+        return f"an agent offers more than {OFFERS_BYTES_MAX} bytes"
+    if agent.pages_count + agent.aux_rows > ITEMS_MAX:
+        return f"an agent has more than {ITEMS_MAX} pages and aux rows"
+    return ""
 
 
 @dataclass(slots=True)
@@ -171,8 +177,7 @@ class Decodes:
         if ranks != list(range(self._layout.ranks)) or self._is_late(introduction, known):
             self._table.count(Counter.LATE)
             return
-        if any(_offers_bytes(agent) > OFFERS_BYTES_MAX for agent in introduction.agents):
-            detail = f"an agent offers more than {OFFERS_BYTES_MAX} bytes"
+        if detail := next(filter(None, map(_impossible, introduction.agents)), ""):
             refused = Introduced(introduction.instance, introduction.serial, "", detail)
             self._mailbox.post(sender, refused)
             return

@@ -13,7 +13,7 @@ from pdrt.actors.paths import Path
 from pdrt.protocol.layout import AUX_ROW_BYTES, RegionMap
 from pdrt.protocol.messages import Chunk, Destination, Landed
 from pdrt.shm_status import Handle
-from pdrt.transports.base import Indices
+from pdrt.transports.base import Indices, TransferState, Transport
 
 _page = struct.Struct("<i").pack  # as it stands in a message's pages
 
@@ -68,6 +68,39 @@ class Room:
         self.pieces.extend(pieces)
         self.chunks_moved += 1
         self.last_queued |= chunk.last
+
+    def follow_writes(self, transport: Transport) -> bool:
+        """Give back the writes that have ended.  True if one has."""
+        pending: list[tuple[int, int]] = []
+        for posted, length_bytes in self.inflight:
+            state = transport.poll(posted)
+            if state is TransferState.PENDING:
+                pending.append((posted, length_bytes))
+                continue
+            transport.release(posted)
+            if state is TransferState.DONE:
+                self.moved_bytes += length_bytes
+            else:
+                self.broken = True
+        ended = len(pending) != len(self.inflight)
+        self.inflight = pending
+        return ended
+
+    def follow_fence(self, transport: Transport) -> TransferState:
+        """PENDING while something may still move; then everything is given back."""
+        fence = TransferState.FAILED if self.fence is None else transport.poll(self.fence)
+        if fence is TransferState.FAILED:
+            # No fence is to be had.  Our pages are free once every write has ended.
+            states = [transport.poll(posted) for posted, _ in self.inflight]
+            if TransferState.PENDING in states:
+                return TransferState.PENDING
+        if fence is not TransferState.PENDING:
+            for posted, _ in self.inflight:
+                transport.release(posted)
+            if self.fence is not None:
+                transport.release(self.fence)
+            self.inflight = []
+        return fence
 
     def landed(self) -> Landed:
         """What decode hears once all of it is in place."""

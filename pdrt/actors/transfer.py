@@ -30,6 +30,7 @@ from pdrt.clock import MILLISECOND_NS, Clock
 from pdrt.config import Timeouts
 from pdrt.errors import QueueFull
 from pdrt.mail.mailbox import Address, Postman
+from pdrt.protocol.codec import Malformed
 from pdrt.protocol.counters import Counter
 from pdrt.protocol.layout import RegionMap
 from pdrt.protocol.messages import (
@@ -43,6 +44,7 @@ from pdrt.protocol.messages import (
     PeerUp,
     Recall,
     WorkerUp,
+    detail_of,
 )
 from pdrt.protocol.states import OPEN, Event, KVPoll, Reason
 from pdrt.shm_status import Handle, StatusTable
@@ -55,6 +57,7 @@ WRITE_BYTES_MAX = 8 << 20
 WRITES_A_BEAT = 8  # a look at a room may be a write of so many
 CHECK_NS = 20 * MILLISECOND_NS
 ANNOUNCE_NS = 250 * MILLISECOND_NS
+REFUSED = TransportError, QueueFull
 
 log = logging.getLogger("pdrt.worker")
 
@@ -196,7 +199,7 @@ class TransferWorker:
             self._fault(room, Reason.TRANSPORT_FAILED, now_ns)
             return
         room.path = path
-        handle = room.handle
+        handle, me = room.handle, self._table.me
         self._active[handle.slot] = room
         room.still_turns = 0
         while room.chunks:
@@ -205,12 +208,14 @@ class TransferWorker:
             if end > room_end or (chunk.last and end < room_end):  # no page may keep old bytes
                 self._fault(room, Reason.BAD_DESTINATION, now_ns)
                 return
-            if not self._table.move(
-                *handle[1:], Event.CHUNK_POSTED, now_ns=now_ns, owner=self._table.me
-            ):
+            if not self._table.move(*handle[1:], Event.CHUNK_POSTED, now_ns=now_ns, owner=me):
                 self._check(room, now_ns)
                 return
-            room.queue(chunk, self._region, self._write_pages_max)
+            try:
+                room.queue(chunk, self._region, self._write_pages_max)
+            except Exception as error:
+                self._give_up(room, error, now_ns)
+                return
             del room.chunks[0]  # now: whatever goes wrong above, Success must not come without it
         failpoints.hit("worker.post.after_move")
         self._advance(room, now_ns)
@@ -218,19 +223,28 @@ class TransferWorker:
     def _write(self, room: Room, path: Path, transport: Transport, now_ns: int) -> None:
         """Post the next piece.  One in a turn, so that others need not wait for all of them."""
         piece = room.pieces.popleft()
-        room.broken = True  # unless it returns: what nobody foresaw may have moved bytes
         try:
             local = self._local[transport.name]
             posted = transport.write(path.name, local, piece.local, path.remote, piece.remote)
-        except (TransportError, QueueFull) as error:  # nothing was posted
-            room.broken = False
-            if self._may_log(now_ns):
-                log.warning("room=%d write refused: %s", room.handle.room, error)
-            self._fault(room, Reason.TRANSPORT_FAILED, now_ns)
+        except Exception as error:
+            # If it was refused, nothing was posted; what nobody foresaw may have moved bytes.
+            room.broken = not isinstance(error, REFUSED)
+            self._give_up(room, error, now_ns)
             return
         room.inflight.append((posted, piece.length_bytes))
+        room.broken = True  # unless we get to the end
         failpoints.hit("worker.write.after_post")
         room.broken = False
+
+    def _give_up(self, room: Room, error: Exception, now_ns: int) -> None:
+        """Its bytes cannot go.  Whatever the cause, peers' numbers among them: a room that stayed
+        would be tried again in `tick`, where what raises ends us and all that we move (law 8)."""
+        if not isinstance(error, REFUSED):
+            self._table.count(Counter.MALFORMED, 1, Malformed.VALUE)
+        if self._may_log(now_ns):
+            log.warning("room=%d write refused: %r", room.handle.room, error)
+        self._table.set_detail(room.handle.slot, detail_of(error))
+        self._fault(room, Reason.TRANSPORT_FAILED, now_ns)
 
     def _advance(self, room: Room, now_ns: int) -> bool:
         """Post what comes next, see what has landed; give the verdict when all has.  True if
@@ -243,26 +257,14 @@ class TransferWorker:
             self._write(room, room.path, transport, now_ns)
             if room.ending:
                 return True
-        pending: list[tuple[int, int]] = []
-        for posted, length_bytes in room.inflight:
-            state = transport.poll(posted)
-            if state is TransferState.PENDING:
-                pending.append((posted, length_bytes))
-                continue
-            transport.release(posted)
-            if state is TransferState.DONE:
-                room.moved_bytes += length_bytes
-            else:
-                room.broken = True
-        landed = len(pending) != len(room.inflight)
-        room.inflight = pending
+        landed = room.follow_writes(transport)
         if room.broken:
             self._fault(room, Reason.TRANSPORT_FAILED, now_ns)
         elif landed:
             self._table.set_moved(handle.slot, handle.generation, room.moved_bytes)
-            if pending or room.pieces or not room.last_queued:
+            if room.inflight or room.pieces or not room.last_queued:
                 self._table.renew_state(handle.slot, handle.generation, now_ns)
-        if not pending and not room.pieces and not room.ending:
+        if not room.inflight and not room.pieces and not room.ending:
             self._active.pop(handle.slot, None)
             if room.last_queued:
                 self._conclude(room, now_ns)
@@ -324,28 +326,17 @@ class TransferWorker:
             room.fence = room.path.transport.fence(room.path.name)
             failpoints.hit("worker.fence.posted")
             self._table.count(Counter.FENCES)
-        except (TransportError, QueueFull):
+        except REFUSED:
             room.fence = None  # the path is gone: wait for the writes themselves to end
 
     def _quieten(self, room: Room) -> bool:
         """Follow the fence of an ending room.  True when it is over."""
         assert room.path is not None
         assert room.path.transport is not None
-        transport = room.path.transport
-        fence = TransferState.FAILED if room.fence is None else transport.poll(room.fence)
+        fence = room.follow_fence(room.path.transport)
         if fence is TransferState.PENDING:
             return False
-        if fence is TransferState.FAILED:
-            # No fence is to be had.  Our pages are free once every write has ended; what landed at
-            # the peer stays unknown, so it is not told that the room is quiet.
-            states = [transport.poll(posted) for posted, _ in room.inflight]
-            if TransferState.PENDING in states:
-                return False
-        for posted, _ in room.inflight:
-            transport.release(posted)
-        if room.fence is not None:
-            transport.release(room.fence)
-        room.inflight = []
+        # Without one, what landed at the peer stays unknown: it is not told that the room is quiet.
         self._settle(room, fenced=fence is TransferState.DONE)
         return True
 

@@ -47,7 +47,7 @@ CALM = ("CALM", "ROOMS=1", "CRASHES=0", "ENGINE_CRASHES=0")
 ENGINE_DIES = ("CALM", "ROOMS=1", "CRASHES=0")
 WORKER_DIES = ("CALM", "ROOMS=1", "ENGINE_CRASHES=0")
 FAILING = ("FAILURES=2", "DEATHS_MAX=1")  # one more than the tree puts up with
-CRASH_LOOP = ("FAILURES=255", "DEATHS_MAX=1", "STUCK=0", "NO_CLIENT")
+CRASH_LOOP = ("FAILURES=255", "DEATHS_MAX=0", "STUCK=0", "NO_CLIENT")
 ONE_ROOM = ("ROOMS=1", "ABORTS=0")
 NO_LOSS = ("LOSSES=0", "REPEATS=0")
 BOTH_RESTART = ("ROOMS=1", "DECODE_RESTARTS=1", *NO_LOSS)
@@ -105,7 +105,11 @@ RUNS: tuple[Run, ...] = (
     ),
     holds(TREE, "two failures", *FAILING, ltl="settles", quick=True),
     holds(TREE, "two failures", *FAILING, ltl="served", quick=True),
-    *mutants(TREE, *FAILING, of=("NO_HANG_CHECK", "NO_RESTART"), ltl="settles"),
+    *mutants(
+        TREE, *FAILING, of=("NO_HANG_CHECK", "NO_RESTART", "WAIT_FOR_STUCK"), ltl="settles"
+    ),
+    *mutants(TREE, *FAILING, of=("NO_RESTART", "NOT_HANDED_ON"), ltl="served"),
+    holds(TREE, "a crash loop for ever", *CRASH_LOOP, ltl="settles"),
     *mutants(TREE, *CRASH_LOOP, of=("NO_LIMIT",), ltl="settles", quick=("NO_LIMIT",)),
     # both sides
     holds(SIDES, "a restart of decode", *ONE_ROOM, "RESTARTS=0", "DECODE_RESTARTS=1"),

@@ -6,17 +6,18 @@
  *
  * The supervisor is one thread, and each of its steps here is one of its own; processes live, hang
  * and die between any two of them.  SIGKILL may never work (stuck in a driver).  All deaths fall
- * into one period, which is the hard case.  What happens is told (`EV`), so that
+ * into one period, which is the hard case.  The supervisor opens the socket that others connect to,
+ * and each process it launches holds it too.  What happens is told (`EV`), so that
  * stress/models/replay_tree.py can have the real supervisor do the same.
  *
  * Safe:  at most one process acts as a child at a time, helpers it forked included; a process is
  *        promoted or launched only when its predecessor is buried; no connect is ever refused;
  *        no more than deaths_max restarts fall within a period.
- * Live:  a dead child comes back, or the tree escalates, or the child that cannot be killed is
- *        reported; and who connected is served in the first case.
+ * Live:  a dead child comes back, or the tree escalates, or this child cannot be killed and is
+ *        reported; and who connected is served, unless the tree escalates or that is the listener.
  *
  * Mutants (-D): PROMOTE_EARLY TWIN NO_LIMIT NO_GROUP CHILD_OWNS_SOCKET SPENT_STANDBY ACTS_EARLY
- *               live: NO_HANG_CHECK NO_RESTART NO_LIMIT
+ *               live: NO_HANG_CHECK NO_RESTART NO_LIMIT WAIT_FOR_STUCK NOT_HANDED_ON
  */
 
 #ifndef DEATHS_MAX
@@ -65,11 +66,19 @@ byte promotion[PROCESSES + 1];/* in its pipe: the child it is to become */
 bool was_ready[PROCESSES + 1];/* it said so before it died; the board still says it */
 bool hung[PROCESSES + 1], stuck[PROCESSES + 1], helper[PROCESSES + 1], kill_sent[PROCESSES + 1];
 
-bool backlog, refused;        /* somebody connects; nobody held the socket when he did */
+bool backlog;                 /* somebody has connected, and nobody has accepted it yet */
+#ifdef CHILD_OWNS_SOCKET      /* whoever becomes the listener opens it, and nobody else has it */
+#define OPENED_BY_US false
+#else
+#define OPENED_BY_US true
+#endif
+bool we_hold = OPENED_BY_US;  /* the supervisor, which outlives them all: the listening socket */
+bool holds[PROCESSES + 1];    /* as does a process, until it dies */
 
 #define PRESENT(p) (condition[p] == LOADING || condition[p] == READY || helper[p])
 #define ACTS(p, c) (PRESENT(p) && acts_as[p] == (c))
 #define ACTING(c) (ACTS(1, c) + ACTS(2, c) + ACTS(3, c) + ACTS(4, c))
+#define HELD (we_hold || holds[1] || holds[2] || holds[3] || holds[4])
 #define AWAY(c) (phase[c] == DONE || phase[c] == QUARANTINED)
 
 inline launch(c, p) /* children.launch: a new process, LOADING */
@@ -87,6 +96,11 @@ inline launch(c, p) /* children.launch: a new process, LOADING */
         fi
     fi;
     condition[p] = LOADING; acts_as[p] = c; process[c] = p;
+#ifdef NOT_HANDED_ON /* a standby has nobody to listen to yet */
+    holds[p] = (we_hold && c != STANDBY);
+#else
+    holds[p] = (we_hold || c == LISTENER);
+#endif
 #ifdef ACTS_EARLY /* a standby that opens the door when it loads is ready sooner */
     acts_as[p] = (c == STANDBY -> LISTENER : c);
 #endif
@@ -94,6 +108,12 @@ inline launch(c, p) /* children.launch: a new process, LOADING */
 }
 
 #define ANSWERS(c) (phase[c] == UP && process[c] && !hung[process[c]])
+
+#ifdef WAIT_FOR_STUCK /* a standby will be there when the stuck one is gone */
+#define MAY_BEGIN(c) (c == STANDBY || phase[STANDBY] != QUARANTINED)
+#else
+#define MAY_BEGIN(c) true
+#endif
 
 inline begin(c) /* Supervisor._launch and _promote */
 {
@@ -113,7 +133,7 @@ inline begin(c) /* Supervisor._launch and _promote */
     }
 }
 
-inline die(p) { was_ready[p] = (condition[p] == READY); condition[p] = DEAD; promotion[p] = 0 }
+inline die(p) { was_ready[p] = (condition[p] == READY); condition[p] = DEAD; promotion[p] = 0; holds[p] = false }
 
 inline on_exit(c) /* ready for less than a beat is no failed start */
 {
@@ -189,8 +209,10 @@ inline tend(c) /* one turn for one child: _on_exit, then _tend, then a launch th
         p = 0
     }
     if
-    :: phase[c] == BACKOFF && !escalated ->
+    :: phase[c] == BACKOFF && !escalated && MAY_BEGIN(c) ->
+#ifndef LIVENESS /* there the claim has to see it */
         assert(c == STANDBY || deaths <= DEATHS_MAX);              /* never without a bound */
+#endif
         if
         :: begin(c)
         :: atomic { c != STANDBY && !waited[c] && phase[STANDBY] == STARTING ->
@@ -241,8 +263,11 @@ proctype Process(byte me)
     :: atomic { promotion[me] && !hung[me] && !kill_sent[me] &&    /* it reads its pipe */
         condition[me] != DEAD && condition[me] != ABSENT ->
         acts_as[me] = promotion[me]; promotion[me] = 0;
+#ifdef CHILD_OWNS_SOCKET
+        holds[me] = holds[me] || acts_as[me] == LISTENER;
+#endif
         assert(ACTING(acts_as[me]) == 1); TOLD(me, heard) }
-    :: atomic { condition[me] == READY && acts_as[me] == LISTENER && !hung[me] && backlog ->
+    :: atomic { condition[me] == READY && acts_as[me] == LISTENER && holds[me] && !hung[me] && backlog ->
         backlog = false }                                          /* it accepts */
     :: atomic { failures && (condition[me] == LOADING || condition[me] == READY) && !kill_sent[me] ->
         SPEND
@@ -269,14 +294,14 @@ proctype Client()
     do
     :: atomic { !backlog && been_up[1] && !escalated ->
         backlog = true;
-#ifdef CHILD_OWNS_SOCKET /* it is closed with the child that opened it */
-        refused = (ACTING(LISTENER) == 0);
-#endif
-        assert(!refused) }
+        assert(HELD) }                                             /* or it is refused */
     od
 }
 
-#define REPORTED (phase[1] == QUARANTINED || phase[2] == QUARANTINED || phase[3] == QUARANTINED)
+/* Each child is up or reported; a standby that is reported is no excuse.  A listener that is stuck in
+ * its first start holds back the rest. */
+#define SETTLED(c) (phase[c] == UP || phase[c] == QUARANTINED)
+#define STUCK_IN_START (phase[1] == QUARANTINED && !been_up[1])
 
-ltl settles { <>[] (escalated || REPORTED || (phase[1] == UP && phase[2] == UP)) }
-ltl served { [] (backlog -> <> (!backlog || escalated || REPORTED)) }
+ltl settles { <>[] (escalated || STUCK_IN_START || (SETTLED(1) && SETTLED(2))) }
+ltl served { [] (backlog -> <> (!backlog || escalated || phase[1] == QUARANTINED)) }

@@ -135,7 +135,12 @@ RUNS: tuple[Run, ...] = (
     holds(SIDES, "a restart of prefill, ids used again", *REUSED, large=False),
     *mutants(SIDES, *REUSED, of=("QUIET_OF_ANOTHER",)),
     holds(SIDES, "a frozen wire", *FROZEN, ltl="every_room_ends"),
-    *mutants(SIDES, *FROZEN, of=("NO_DEADLINE", "NO_FORCED_FENCE"), ltl="every_room_ends"),
+    *mutants(
+        SIDES,
+        *FROZEN,
+        of=("NO_DEADLINE", "NO_FORCED_FENCE", "NO_PREFILL_FENCE", "WAIT_FOR_FENCE"),
+        ltl="every_room_ends",
+    ),
     holds(SIDES, "by messages alone, an abort", *BY_MESSAGES, ltl="every_room_ends", quick=True),
     holds(SIDES, "by messages alone", *MESSAGES_ALONE, ltl="delivered", quick=True, large=False),
     holds(

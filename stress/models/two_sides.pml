@@ -22,7 +22,7 @@
  *
  * Mutants (-D): REUSE_ON_VERDICT QUIET_OF_UNKNOWN QUIET_UNFENCED LANDED_EARLY ANY_EPOCH DECLINE_OPEN
  *               QUIET_OF_ANOTHER
- *               live: NO_DEADLINE NO_FORCED_FENCE
+ *               live: NO_DEADLINE NO_FORCED_FENCE NO_PREFILL_FENCE WAIT_FOR_FENCE
  *               patient: FORGET_DESTINATION FORGET_LANDED FORGET_ABORT FORGET_DECLINE
  */
 
@@ -421,11 +421,14 @@ proctype Worker(byte room)
     :: atomic { p[room] == TRANSFERRING && written[room] == ALL && SETTLED(room) ->
         p[room] = SUCCESS; TOLD(p_succeeds, nothing, room, 0, 0) }
 #endif
+#ifndef NO_PREFILL_FENCE /* decode has its word and its pages; what else is there to do? */
     :: atomic { p[room] == FAILED && !p_quiet[room] && SETTLED(room) ->  /* fence DONE */
         p_quiet[room] = true; fenced[room] = true; p_told[room] = false;
         TOLD(p_fences, nothing, room, 0, 0) }
+#endif
     :: atomic { OPEN(p[room]) && aborts && BY_NOW -> aborts--; p_fail(room); TOLD(p_gives_up, nothing, room, 0, 0) }
 #ifndef PATIENT
+#if !defined(NO_PREFILL_FENCE) && !defined(WAIT_FOR_FENCE) /* it will be DONE, one day */
     :: atomic { p[room] == FAILED && !p_quiet[room] && BY_NOW ->
         /* fence FAILED: the writes have ended here, and nobody knows where the bytes are */
         p_quiet[room] = true;
@@ -434,6 +437,7 @@ proctype Worker(byte room)
 #endif
         TOLD(p_unfenced, nothing, room, 0, 0)
     }
+#endif
 #ifndef NO_DEADLINE
     :: atomic { OPEN(p[room]) && BY_NOW -> p_fail(room); TOLD(p_runs_out, nothing, room, 0, 0) } /* or a fault */
 #endif
@@ -495,22 +499,26 @@ active proctype Network()
 active proctype Fate() { frozen = true }
 #endif
 
+/* A half that failed holds its pages until it is quiet. */
+#define P_BACK_OF(room) (p[room] != FAILED || p_quiet[room])
 #if ROOMS > 1
 #define P_OVER (!OPEN(p[1]) && !OPEN(p[2]))
+#define P_BACK (P_BACK_OF(1) && P_BACK_OF(2))
 #define P_DONE (p[1] == SUCCESS && p[2] == SUCCESS)
 #else
 #define P_OVER (!OPEN(p[1]))
+#define P_BACK P_BACK_OF(1)
 #define P_DONE (p[1] == SUCCESS)
 #endif
 
 /* A run that ends is to spin no run at all, so somebody has to look where it does. */
 #ifdef LIVENESS
 #if defined(PATIENT) && ABORTS == 0 && DECLINES == 0
-active proctype Stuck() { timeout -> assert(g > ROOMS && P_DONE) }
+active proctype Stuck() { timeout -> atomic { assert(g > ROOMS); assert(P_DONE) } }
 #else
-active proctype Stuck() { timeout -> assert(g > ROOMS && P_OVER) }
+active proctype Stuck() { timeout -> atomic { assert(g > ROOMS); assert(P_OVER); assert(P_BACK) } }
 #endif
 #endif
 
-ltl every_room_ends { <>[] (g > ROOMS && P_OVER) }
+ltl every_room_ends { <>[] (g > ROOMS && P_OVER && P_BACK) }
 ltl delivered { <>[] (g > ROOMS && P_DONE) }

@@ -3,8 +3,8 @@
 usage: python -m stress.models.check [--quick] [--model NAME] [--jobs N] [--list] [--install]
 
 A mutant is the model with one guard taken away.  A model that a mutant of it does not break proves
-nothing.  It needs the programs `spin` and a C compiler; `--install` gets both where there is
-apt-get, and needs root there.
+nothing; nor does a mutant that breaks another law than the one it names.  It needs the programs
+`spin` and a C compiler; `--install` gets both where there is apt-get, and needs root there.
 """
 
 from __future__ import annotations
@@ -44,20 +44,30 @@ class Outcome:
     states_count: int
     depth: int
     violated: bool  # a counterexample was found
+    broken: str  # what it breaks, in the verifier's words
     complete: bool  # every state was seen, or a counterexample
     detail: str = field(default="", compare=False)
 
     @property
     def good(self) -> bool:
-        return self.complete and self.violated == self.run.is_mutant
+        if self.run.is_mutant:
+            return self.complete and self.violated and self._as_named
+        return self.complete and not self.violated
+
+    @property
+    def _as_named(self) -> bool:
+        """Spaces are the verifier's own."""
+        return self.run.caught_by.replace(" ", "") in self.broken.replace(" ", "")
 
     @property
     def verdict(self) -> str:
         if not self.complete:
             return f"INCOMPLETE: {self.detail}"
-        if self.run.is_mutant:
-            return "caught" if self.violated else "NOT CAUGHT"
-        return f"VIOLATED: {self.detail}" if self.violated else "holds"
+        if not self.run.is_mutant:
+            return f"VIOLATED: {self.broken}" if self.violated else "holds"
+        if not self.violated:
+            return "NOT CAUGHT"
+        return "caught" if self._as_named else f"CAUGHT BY ANOTHER LAW: {self.broken}"
 
 
 def missing() -> str:
@@ -138,6 +148,7 @@ def read(run: Run, text: str, seconds: float) -> Outcome:
     states = re.search(r"(\d+) states, stored", text)
     depth = re.search(r"depth reached (\d+)", text)
     notes = re.findall(r"^(?:pan:(?!\d* ?(?:elapsed|rate)).*|error: .*)$", text, re.MULTILINE)
+    broken = re.search(r"^pan:\d+: (.*?)(?: \(at depth \d+\))?$", text, re.MULTILINE)
     violated = errors is not None and int(errors[1]) > 0
     cut = (
         "too small" in text
@@ -152,6 +163,7 @@ def read(run: Run, text: str, seconds: float) -> Outcome:
         int(states[1]) if states else 0,
         int(depth[1]) if depth else 0,
         violated,
+        broken[1] if broken else "",
         violated or not cut,
         notes[0][:100] if notes else "",
     )

@@ -1,7 +1,9 @@
-"""What is verified, as data: which model, which part of its world, which guard taken away."""
+"""What is verified, as data: which model, which part of its world, which guard taken away, and what
+has to break then."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -11,9 +13,13 @@ class Run:
     name: str
     defines: tuple[str, ...]
     ltl: str = ""  # a claim of the model, checked under weak fairness; without one, its assertions
-    is_mutant: bool = False
+    caught_by: str = ""  # of a mutant: what breaks, a part of what the verifier says
     quick: bool = False
     large: bool = False  # worth an optimised verifier
+
+    @property
+    def is_mutant(self) -> bool:
+        return bool(self.caught_by)
 
 
 def holds(
@@ -25,15 +31,15 @@ def holds(
 def mutants(
     model: str,
     *defines: str,
-    of: tuple[str, ...],
+    of: Mapping[str, str],
     ltl: str = "",
     quick: tuple[str, ...] = (),
     large: bool = False,
 ) -> tuple[Run, ...]:
-    """The same world with one guard less, once for each."""
+    """The same world with one guard less, once for each; `of` says what has to break."""
     return tuple(
-        Run(model, f"mutant {mutant}", (*defines, mutant), ltl, True, mutant in quick, large)
-        for mutant in of
+        Run(model, f"mutant {name}", (*defines, name), ltl, caught_by, name in quick, large)
+        for name, caught_by in of.items()
     )
 
 
@@ -58,6 +64,21 @@ BY_MESSAGES = ("PATIENT", "ROOMS=1", "REPEATS=0")
 MESSAGES_ALONE = (*BY_MESSAGES, "ABORTS=0")
 DECLINED_ALONE = (*MESSAGES_ALONE, "DECLINES=1")
 
+# What breaks: the claim of a run that never ends, or an assertion, as the verifier writes it out.
+CYCLE = "acceptance cycle"
+FINAL = "(n&7)==(word&7)"
+PLACED = "(placed>>(n>>9))&1"
+FREE = "((word&7)==5)||!((worker_alive&&"  # no page is, while a living worker reads it
+PROMOTED_ALONE, LAUNCHED_ALONE = "(acts_as[4]==acts_as[me])", "(acts_as[4]==1)"
+ROSE = "(acts_as[p]==1)"  # who is up as a child acts for it
+BOUNDED = "(deaths<=2)"
+SOCKET_HELD = "we_hold||"
+OWN_PAGES, ALL_PLACED = "(pages==room)", "(placed==3)"
+# The same claims where a run gets stuck.
+SLOT_BACK = "(opened==1)&&!(((word>>9)&1))"
+DECODE_OVER, PREFILL_OVER, PREFILL_BACK = "(g>1)", "!(((p[1]>=1)&&(p[1]<=3)))", "p_quiet[1]"
+CLAIMS = (CYCLE, SLOT_BACK, DECODE_OVER, PREFILL_OVER, PREFILL_BACK)
+
 RUNS: tuple[Run, ...] = (
     # the room word
     holds(WORD, "two rooms, forced fences", *NOBODY_DIES, quick=True),
@@ -69,10 +90,16 @@ RUNS: tuple[Run, ...] = (
     *mutants(
         WORD,
         *NOBODY_DIES,
-        of=("NO_GENERATION", "BLIND_STORE", "REUSE_ON_VERDICT", "POST_BEFORE_MOVE", "SWEEP_EARLY"),
+        of={
+            "NO_GENERATION": PLACED,
+            "BLIND_STORE": FINAL,
+            "REUSE_ON_VERDICT": FREE,
+            "POST_BEFORE_MOVE": FREE,
+            "SWEEP_EARLY": FREE,
+        },
         quick=("NO_GENERATION", "BLIND_STORE", "REUSE_ON_VERDICT", "SWEEP_EARLY"),
     ),
-    *mutants(WORD, *OLD_WORKER, of=("ADOPT",), quick=("ADOPT",)),
+    *mutants(WORD, *OLD_WORKER, of={"ADOPT": PLACED}, quick=("ADOPT",)),
     holds(WORD, "a frozen peer", *CALM, ltl="every_room_ends", quick=True),
     holds(WORD, "a frozen peer, late messages, aborts", *CALM[1:], ltl="every_room_ends"),
     holds(WORD, "all that, and the worker dies", *WORKER_DIES[1:], ltl="every_room_ends"),
@@ -81,36 +108,41 @@ RUNS: tuple[Run, ...] = (
     *mutants(
         WORD,
         *CALM,
-        of=("NO_DEADLINE", "NO_FORCED_FENCE"),
+        of={"NO_DEADLINE": CYCLE, "NO_FORCED_FENCE": SLOT_BACK},
         ltl="every_room_ends",
         quick=("NO_DEADLINE", "NO_FORCED_FENCE"),
     ),
-    *mutants(WORD, *ENGINE_DIES, of=("NO_DISCARD",), ltl="every_room_ends", large=True),
+    *mutants(WORD, *ENGINE_DIES, of={"NO_DISCARD": SLOT_BACK}, ltl="every_room_ends", large=True),
     # the supervisor
     holds(TREE, "four failures", "FAILURES=4"),
     holds(TREE, "three failures", "FAILURES=3", quick=True, large=False),
     *mutants(
         TREE,
         "FAILURES=3",
-        of=(
-            "PROMOTE_EARLY",
-            "TWIN",
-            "NO_LIMIT",
-            "NO_GROUP",
-            "CHILD_OWNS_SOCKET",
-            "SPENT_STANDBY",
-            "ACTS_EARLY",
-        ),
+        of={
+            "PROMOTE_EARLY": PROMOTED_ALONE,
+            "TWIN": PROMOTED_ALONE,
+            "NO_LIMIT": BOUNDED,
+            "NO_GROUP": PROMOTED_ALONE,
+            "CHILD_OWNS_SOCKET": SOCKET_HELD,
+            "SPENT_STANDBY": ROSE,
+            "ACTS_EARLY": LAUNCHED_ALONE,
+        },
         quick=("PROMOTE_EARLY", "NO_LIMIT", "SPENT_STANDBY"),
     ),
     holds(TREE, "two failures", *FAILING, ltl="settles", quick=True),
     holds(TREE, "two failures", *FAILING, ltl="served", quick=True),
     *mutants(
-        TREE, *FAILING, of=("NO_HANG_CHECK", "NO_RESTART", "WAIT_FOR_STUCK"), ltl="settles"
+        TREE,
+        *FAILING,
+        of=dict.fromkeys(("NO_HANG_CHECK", "NO_RESTART", "WAIT_FOR_STUCK"), CYCLE),
+        ltl="settles",
     ),
-    *mutants(TREE, *FAILING, of=("NO_RESTART", "NOT_HANDED_ON"), ltl="served"),
+    *mutants(
+        TREE, *FAILING, of=dict.fromkeys(("NO_RESTART", "NOT_HANDED_ON"), CYCLE), ltl="served"
+    ),
     holds(TREE, "a crash loop for ever", *CRASH_LOOP, ltl="settles"),
-    *mutants(TREE, *CRASH_LOOP, of=("NO_LIMIT",), ltl="settles", quick=("NO_LIMIT",)),
+    *mutants(TREE, *CRASH_LOOP, of={"NO_LIMIT": CYCLE}, ltl="settles", quick=("NO_LIMIT",)),
     # both sides
     holds(SIDES, "a restart of decode", *ONE_ROOM, "RESTARTS=0", "DECODE_RESTARTS=1"),
     holds(SIDES, "a restart of prefill", *ONE_ROOM, *NO_LOSS, large=False),
@@ -122,23 +154,28 @@ RUNS: tuple[Run, ...] = (
         SIDES,
         *ONE_ROOM,
         *NO_LOSS,
-        of=(
-            "REUSE_ON_VERDICT",
-            "QUIET_OF_UNKNOWN",
-            "QUIET_UNFENCED",
-            "LANDED_EARLY",
-            "ANY_EPOCH",
-        ),
+        of={
+            "REUSE_ON_VERDICT": OWN_PAGES,
+            "QUIET_OF_UNKNOWN": OWN_PAGES,
+            "QUIET_UNFENCED": OWN_PAGES,
+            "LANDED_EARLY": ALL_PLACED,
+            "ANY_EPOCH": OWN_PAGES,
+        },
         quick=("REUSE_ON_VERDICT", "QUIET_OF_UNKNOWN", "LANDED_EARLY"),
     ),
-    *mutants(SIDES, *DECLINED, *NO_LOSS, of=("DECLINE_OPEN",), quick=("DECLINE_OPEN",)),
+    *mutants(SIDES, *DECLINED, *NO_LOSS, of={"DECLINE_OPEN": OWN_PAGES}, quick=("DECLINE_OPEN",)),
     holds(SIDES, "a restart of prefill, ids used again", *REUSED, large=False),
-    *mutants(SIDES, *REUSED, of=("QUIET_OF_ANOTHER",)),
+    *mutants(SIDES, *REUSED, of={"QUIET_OF_ANOTHER": OWN_PAGES}),
     holds(SIDES, "a frozen wire", *FROZEN, ltl="every_room_ends"),
     *mutants(
         SIDES,
         *FROZEN,
-        of=("NO_DEADLINE", "NO_FORCED_FENCE", "NO_PREFILL_FENCE", "WAIT_FOR_FENCE"),
+        of={
+            "NO_DEADLINE": DECODE_OVER,
+            "NO_FORCED_FENCE": CYCLE,
+            "NO_PREFILL_FENCE": PREFILL_BACK,
+            "WAIT_FOR_FENCE": PREFILL_BACK,
+        },
         ltl="every_room_ends",
     ),
     holds(SIDES, "by messages alone, an abort", *BY_MESSAGES, ltl="every_room_ends", quick=True),
@@ -149,10 +186,10 @@ RUNS: tuple[Run, ...] = (
     *mutants(
         SIDES,
         *MESSAGES_ALONE,
-        of=("FORGET_DESTINATION", "FORGET_LANDED"),
+        of=dict.fromkeys(("FORGET_DESTINATION", "FORGET_LANDED"), DECODE_OVER),
         ltl="delivered",
         quick=("FORGET_DESTINATION",),
     ),
-    *mutants(SIDES, *BY_MESSAGES, of=("FORGET_ABORT",), ltl="every_room_ends"),
-    *mutants(SIDES, *DECLINED_ALONE, of=("FORGET_DECLINE",), ltl="every_room_ends"),
+    *mutants(SIDES, *BY_MESSAGES, of={"FORGET_ABORT": DECODE_OVER}, ltl="every_room_ends"),
+    *mutants(SIDES, *DECLINED_ALONE, of={"FORGET_DECLINE": PREFILL_OVER}, ltl="every_room_ends"),
 )

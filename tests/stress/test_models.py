@@ -10,11 +10,12 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 
 import pytest
 
 from stress.models import check
-from stress.models.runs import RUNS, Run, holds
+from stress.models.runs import CLAIMS, RUNS, Run, holds
 
 needs_spin = pytest.mark.skipif(bool(check.missing()), reason=check.missing())
 QUICK = [run for run in RUNS if run.quick]
@@ -95,6 +96,41 @@ def test_every_mutant_of_a_model_is_run(model):
 )
 def test_what_was_not_seen_to_the_end_is_no_proof(text, good):
     assert check.read(holds("m.pml", "law"), text, 0.0).good is good
+
+
+MUTANT = next(run for run in RUNS if run.name == "mutant LANDED_EARLY")
+FOUND = "pan:1: {} (at depth 46)\nState-vector 9 byte, depth reached 245, errors: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        (FOUND.format("assertion violated (placed == 3)"), "caught"),
+        (FOUND.format("assertion violated (pages==room)"), "CAUGHT BY ANOTHER LAW"),
+        (FOUND.format("acceptance cycle"), "CAUGHT BY ANOTHER LAW"),
+        ("State-vector 9 byte, depth reached 245, errors: 1\n", "CAUGHT BY ANOTHER LAW"),
+        ("State-vector 9 byte, depth reached 245, errors: 0\n", "NOT CAUGHT"),
+        ("", "INCOMPLETE"),
+    ],
+)
+def test_a_mutant_is_caught_by_the_law_that_it_names_or_not_at_all(text, verdict):
+    outcome = check.read(MUTANT, text, 0.0)
+    assert outcome.verdict.split(":")[0] == verdict
+    assert outcome.good is (verdict == "caught")
+
+
+@needs_spin
+def test_a_mutant_that_breaks_another_law_is_a_failure(monkeypatch):
+    """And the command says so."""
+    named = replace(FEW[0], caught_by="(pages==room)")
+    monkeypatch.setattr(check, "RUNS", (named,))
+    assert check.main([]) == 1
+
+
+def test_a_mutant_of_a_claim_is_caught_by_the_claim():
+    """An assertion that happens to be on the way says nothing of the claim."""
+    for run in RUNS:
+        assert not run.is_mutant or (run.caught_by in CLAIMS) is bool(run.ltl), run.name
 
 
 class Refused:

@@ -209,13 +209,12 @@ def call_of(table: StatusTable, told: Told) -> Callable[[], object]:
 
 
 def parse(text: str) -> list[Told]:
-    """The told lines of what spin printed."""
+    """The told lines of what spin printed.  Raises Unusable."""
     found = []
-    for line in text.splitlines():
-        if match := LINE.search(line):
-            process, operation, generation, reason, me, how, word = match.groups()
-            numbers = int(generation), int(reason), int(me)
-            found.append(Told(int(process), operation, *numbers, how, int(word)))
+    for match in traces.understood(LINE, text):
+        process, operation, generation, reason, me, how, word = match.groups()
+        numbers = int(generation), int(reason), int(me)
+        found.append(Told(int(process), operation, *numbers, how, int(word)))
     return found
 
 

@@ -83,13 +83,12 @@ class Told(NamedTuple):
 
 def parse(text: str) -> list[Told]:
     found = []
-    for line in text.splitlines():
-        if match := LINE.search(line):
-            what, kind, room, s, q, answer, rest = match.groups()
-            n = [int(number) for number in rest.split()]
-            where = int(room), int(s), int(q)
-            halves = (n[5], n[7]), (n[6], n[8])
-            found.append(Told(what, kind, *where, answer, n[0], n[1], n[2], n[3], n[4], *halves))
+    for match in traces.understood(LINE, text):
+        what, kind, room, s, q, answer, rest = match.groups()
+        n = [int(number) for number in rest.split()]
+        where = int(room), int(s), int(q)
+        halves = (n[5], n[7]), (n[6], n[8])
+        found.append(Told(what, kind, *where, answer, n[0], n[1], n[2], n[3], n[4], *halves))
     return found
 
 

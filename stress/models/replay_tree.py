@@ -61,11 +61,10 @@ class Told(NamedTuple):
 
 def parse(text: str) -> list[Told]:
     found = []
-    for line in text.splitlines():
-        if match := LINE.search(line):
-            who, what, *numbers = match.groups()
-            values = tuple(map(int, numbers))
-            found.append(Told(int(who), what, values[:3], values[3:6], bool(values[6])))
+    for match in traces.understood(LINE, text):
+        who, what, *numbers = match.groups()
+        values = tuple(map(int, numbers))
+        found.append(Told(int(who), what, values[:3], values[3:6], bool(values[6])))
     return found
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from stress.models.check import HERE, Unusable, missing
@@ -27,10 +28,20 @@ def simulate(
         raise Unusable(reason)
     command = ["spin", *(f"-D{d}" for d in defines), f"-n{seed}", f"-u{steps}", str(HERE / model)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = [line.strip() for line in done.stdout.splitlines() if line.lstrip().startswith("EV ")]
+    lines = [line.strip() for line in done.stdout.splitlines() if line.lstrip().startswith("EV")]
     if (done.returncode != 0 and not mutant) or not lines:
         raise Unusable(f"{' '.join(command)}\n{done.stdout[-500:]}{done.stderr[-500:]}")
     return "\n".join(lines) + "\n"
+
+
+def understood(pattern: re.Pattern[str], text: str) -> Iterator[re.Match[str]]:
+    """What the model tells, line by line, whatever spin prints beside it.  Raises Unusable: a line
+    that is passed over is not compared."""
+    for line in map(str.strip, text.splitlines()):
+        if match := pattern.match(line):
+            yield match
+        elif line.startswith("EV"):
+            raise Unusable(f"not understood: {line}")
 
 
 def play(

@@ -14,6 +14,7 @@ from pdrt.process_rows import Owner
 from pdrt.protocol.states import Event, KVPoll, Reason
 from pdrt.shm_status import QUIET_BIT
 from stress.models import check
+from stress.models.check import Unusable
 from stress.models.replay import (
     RECORDED,
     WORLDS,
@@ -142,6 +143,15 @@ def test_a_table_that_lacks_a_guard_does_not(mutant):
 def test_a_trace_that_cannot_be_is_not_replayed(lines):
     with pytest.raises(Diverged):
         replay(parse(lines))
+
+
+@pytest.mark.parametrize("damaged", ["{} 1", "EV {}", "EV", "EVENT 1"])
+def test_a_line_that_is_not_understood_is_not_passed_over(damaged):
+    """Or a model that comes to tell it in other words is replayed with nothing compared."""
+    line = recorded(*RECORDED[0]).read_text().splitlines()[0]
+    assert len(parse(f"spin says more\n{line}\n")) == 1
+    with pytest.raises(Unusable, match="not understood"):
+        parse(f"{line}\n{damaged.format(line)}\n")
 
 
 @needs_spin

@@ -20,6 +20,7 @@ from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.actors.transfer import TransferWorker
 from pdrt.protocol.messages import Abort, Expect
 from stress.models import check
+from stress.models.check import Unusable
 from stress.models.replay_sides import (
     RECORDED,
     WORLDS,
@@ -184,6 +185,15 @@ def test_actors_that_lack_a_guard_do_not(mutant, monkeypatch):
 def test_a_trace_that_cannot_be_is_not_replayed(lines):
     assert parse(lines)
     assert diverges(parse(lines))
+
+
+@pytest.mark.parametrize("damaged", ["{} 1", "EV {}", "EV", "EVENT 1"])
+def test_a_line_that_is_not_understood_is_not_passed_over(damaged):
+    """Or a model that comes to tell it in other words is replayed with nothing compared."""
+    line = recorded(*RECORDED[0]).read_text().splitlines()[0]
+    assert len(parse(f"spin says more\n{line}\n")) == 1
+    with pytest.raises(Unusable, match="not understood"):
+        parse(f"{line}\n{damaged.format(line)}\n")
 
 
 @needs_spin

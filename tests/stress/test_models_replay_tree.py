@@ -15,6 +15,7 @@ from pdrt.children import Child
 from pdrt.supervision import Phase
 from pdrt.supervisor import Supervisor
 from stress.models import check
+from stress.models.check import Unusable
 from stress.models.replay_tree import (
     RECORDED,
     WORLDS,
@@ -117,6 +118,15 @@ def diverges(world: str, lines: list[Told], mutant: type[Supervisor] = Superviso
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_supervisor_that_lacks_a_guard_does_not(mutant):
     assert any(diverges(world, trace(world, seed), mutant) for world, seed in RECORDED)
+
+
+@pytest.mark.parametrize("damaged", ["{} 1", "EV {}", "EV", "EVENT 1"])
+def test_a_line_that_is_not_understood_is_not_passed_over(damaged):
+    """Or a model that comes to tell it in other words is replayed with nothing compared."""
+    line = recorded(*RECORDED[0]).read_text().splitlines()[0]
+    assert len(parse(f"spin says more\n{line}\n")) == 1
+    with pytest.raises(Unusable, match="not understood"):
+        parse(f"{line}\n{damaged.format(line)}\n")
 
 
 @needs_spin

@@ -41,8 +41,8 @@ class Book:
     def half(self, player: int, kind: Kind, b: int = 0, c: int = 0, room: int = ROOM) -> None:
         self.add(f"player-{player}", kind, room, player, b, c)
 
-    def word(self, word: int) -> None:
-        self.add("watcher", Kind.WORD, 0, 0, SLOT, word)
+    def word(self, word: int, *, table: int = 0, slot: int = SLOT) -> None:
+        self.add("watcher", Kind.WORD, 0, table, slot, word)
 
     def signal(self, tree: int, role: Role, mode: Mode, pid: int = 99) -> None:
         self.add("driver", Kind.SIGNAL, 3, tree, pid, code(mode, role))
@@ -114,6 +114,24 @@ def honest() -> Book:
     book.add("driver", Kind.CENSUS, 0, 0, What.SLOTS, 0)
     over(book)
     return book
+
+
+def hit(
+    role: Role, mode: Mode = Mode.KILL, tree: int = 0, *, away_ms: int = 0
+) -> Callable[[Book], None]:
+    def before(book: Book) -> None:
+        book.signal(tree, role, mode)
+        book.now += away_ms * 1_000_000
+        book.back(tree, role, mode)
+
+    return before
+
+
+def row(
+    book: Book, incarnation: int, *, serves: bool, table: int = 0, of: int = words.WORKER
+) -> None:
+    identity = incarnation << 32 | (300 + incarnation if incarnation else 0)
+    book.add("watcher", Kind.ROW, int(serves), table, of, identity)
 
 
 def failed(reason: int, other: int, before: Callable[[Book], None]) -> Book:

@@ -10,19 +10,11 @@ import pytest
 from stress.cascades import plan, words
 from stress.cascades.history import Kind
 from stress.cascades.oracle.faults import Mode, Role, covered_s
-from tests.stress.book import Book, ended, failed, opened, over
+from tests.stress.book import Book, ended, failed, hit, opened, over, row
 
 
 def nothing(book: Book) -> None:
     """Nothing happened."""
-
-
-def hit(role: Role, mode: Mode = Mode.KILL, tree: int = 0) -> Callable[[Book], None]:
-    def before(book: Book) -> None:
-        book.signal(tree, role, mode)
-        book.back(tree, role, mode)
-
-    return before
 
 
 def given_up(player: int) -> Callable[[Book], None]:
@@ -39,7 +31,7 @@ EXPLAINED = [
     (words.TRANSPORT_FAILED, words.PEER_LOST, hit(Role.WORKER, Mode.HANG, tree=2)),
     (words.PEER_LOST, words.PEER_RESTARTED, hit(Role.TREE)),
     (words.ENGINE_DIED, words.ENGINE_DIED, hit(Role.PLAYER, tree=2)),
-    (words.STALLED, words.WAITING_TIMEOUT, hit(Role.PLAYER, Mode.PAUSE)),
+    (words.STALLED, words.WAITING_TIMEOUT, hit(Role.PLAYER, Mode.PAUSE, away_ms=600)),
 ]
 UNEXPLAINED = [
     (words.ABORTED, words.PEER_ABORTED, nothing),
@@ -53,6 +45,11 @@ UNEXPLAINED = [
     (words.CORRUPT_AUX, words.PEER_LOST, hit(Role.TREE)),
     (words.NONE, words.NONE, hit(Role.TREE)),
     (words.SHUTDOWN, words.PEER_REFUSED, hit(Role.WORKER)),
+    (words.STALLED, words.WAITING_TIMEOUT, hit(Role.PLAYER, Mode.PAUSE)),  # for a millisecond
+    (words.WORKER_DIED, words.WORKER_DIED, hit(Role.WORKER, Mode.PAUSE, away_ms=600)),
+    (words.TRANSPORT_FAILED, words.PEER_LOST, hit(Role.TREE, Mode.PAUSE, away_ms=600)),
+    (words.PEER_RESTARTED, words.PEER_LOST, hit(Role.TREE)),  # its own
+    (words.PEER_LOST, words.PEER_RESTARTED, hit(Role.TREE, Mode.PAUSE, away_ms=600)),
 ]
 
 
@@ -70,11 +67,6 @@ def test_what_no_fault_explains_is_a_violation(
     assert failed(reason, other, before).judge().found("untouched rooms failed") >= 1
 
 
-def row(book: Book, incarnation: int, *, serves: bool, table: int = 0) -> None:
-    identity = incarnation << 32 | (300 + incarnation if incarnation else 0)
-    book.add("watcher", Kind.ROW, int(serves), table, words.WORKER, identity)
-
-
 @pytest.mark.parametrize(("away_ms", "explained"), [(100, False), (2000, True)])
 def test_only_a_long_outage_explains_a_deadline(away_ms: int, explained: bool) -> None:
     def before(book: Book) -> None:
@@ -85,7 +77,7 @@ def test_only_a_long_outage_explains_a_deadline(away_ms: int, explained: bool) -
         row(book, 2, serves=True)
 
     findings = failed(words.WAITING_TIMEOUT, words.WAITING_TIMEOUT, before).judge()
-    assert (findings.violations == []) is explained
+    assert findings.found("untouched rooms failed") == (0 if explained else 2)
     assert findings.counts["restarts that we did not play: worker"] == 1
 
 
@@ -102,7 +94,7 @@ def test_outages_in_turn_explain_a_deadline_as_one_long_one_does(
             book.now += 10_000_000
 
     findings = failed(words.WAITING_TIMEOUT, words.WAITING_TIMEOUT, before).judge()
-    assert (findings.violations == []) is explained
+    assert findings.found("untouched rooms failed") == (0 if explained else 2)
 
 
 @pytest.mark.parametrize(("away_ms", "explained"), [(2000, False), (2600, True)])
@@ -122,35 +114,3 @@ def test_what_several_outages_cover_is_counted_once() -> None:
     spans = [(0.0, 2.0), (1.5, 3.0), (2.0, 2.5), (5.0, 6.0), (8.0, math.inf)]
     assert covered_s(spans, 1.0, 9.0) == 2.0 + 1.0 + 1.0
     assert covered_s([], 1.0, 9.0) == 0.0
-
-
-@pytest.mark.parametrize(("tree", "explained"), [(0, True), (2, False)])
-def test_a_fence_needs_a_cause_that_is_not_the_fence(tree: int, explained: bool) -> None:
-    """A restart in a prefill may leave rooms of decode unquiet; decode's own is the fence."""
-
-    def before(book: Book) -> None:
-        for table in {tree * 1000, 2000}:
-            row(book, 1, serves=True, table=table)
-            row(book, 0, serves=False, table=table)
-            row(book, 2, serves=True, table=table)
-
-    found = failed(words.WORKER_DIED, words.WORKER_FENCED, before).judge()
-    assert (found.violations == []) is explained
-
-
-@pytest.mark.parametrize("listener", [True, False])
-@pytest.mark.parametrize("player", [True, False])
-def test_a_fence_may_be_for_a_room_that_an_engine_left_and_a_listener_forgot(
-    player: bool, listener: bool
-) -> None:
-    def before(book: Book) -> None:
-        row(book, 8, serves=True, table=2000)
-        if player:
-            book.signal(0, Role.PLAYER, Mode.KILL)
-            book.back(0, Role.PLAYER, Mode.KILL)
-        if listener:
-            book.signal(2, Role.LISTENER, Mode.KILL)
-            book.back(2, Role.LISTENER, Mode.KILL)
-
-    found = failed(words.WORKER_FENCED, words.WORKER_FENCED, before).judge()
-    assert (found.violations == []) is (player and listener)

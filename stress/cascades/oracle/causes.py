@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from stress.cascades import words
-from stress.cascades.oracle.faults import FENCE_S, WHOLE, Faults, Role
+from stress.cascades.oracle.faults import WHOLE, Faults, Role
+from stress.cascades.oracle.fences import Fences
 from stress.cascades.oracle.findings import Findings
-from stress.cascades.oracle.halves import Half, Room
+from stress.cascades.oracle.halves import Half, Room, tree_pairs
 from stress.cascades.words import FAILED
 
 MOVERS = (Role.WORKER, *WHOLE)
@@ -20,12 +21,11 @@ NEVER = (
 )  # fmt: skip
 LOST_S = 2.4  # a peer is lost that says nothing for 3 s; its last word was half a second old
 RESTARTED_S = 12.0  # after a tree was killed its peers may find that out as late as this
-PREFILL_TREES = (0, 1)  # their workers' deaths leave decode's rooms unquiet
 UNTOUCHED = "untouched rooms failed"
 
 
 def judge_causes(
-    rooms: Mapping[int, Room], faults: Faults, ended_s: float, findings: Findings
+    rooms: Mapping[int, Room], faults: Faults, fences: Fences, ended_s: float, findings: Findings
 ) -> None:
     """`ended_s`: when the piece began to end; engines may leave from then on."""
     for number, room in rooms.items():
@@ -33,7 +33,8 @@ def judge_causes(
             if half.state != FAILED:
                 continue
             other = room.other(side)
-            if not explained(half, other, _other_trees(half, other, number), faults, ended_s):
+            trees = trees_of(half, other, number)
+            if not explained(half, other, trees, faults, fences, ended_s):
                 told = "nothing" if other is None else other.verdict
                 took_s = half.verdict_s - half.opened_s
                 text = f"room {number:#x} of player {half.tree} is {half.verdict} after "
@@ -41,33 +42,31 @@ def judge_causes(
                 findings.violation(UNTOUCHED, text)
 
 
-def _other_trees(half: Half, other: Half | None, room: int) -> tuple[int, ...]:
-    if other is not None:
-        return (other.tree,)
-    return tree_pairs(room, half.tree)
-
-
-def tree_pairs(room: int, tree: int) -> tuple[int, ...]:
-    """The trees of a room's lane but one: lanes are numbered in pairs, two prefills by two
-    decodes."""
-    lane = (room >> 48) - 1 >> 1
-    return tuple(t for t in (lane // 2, 2 + lane % 2) if t != tree)
+def trees_of(half: Half, other: Half | None, room: int) -> tuple[int, ...]:
+    """Its own first."""
+    return half.tree, *((other.tree,) if other is not None else tree_pairs(room, half.tree))
 
 
 def explained(
-    half: Half, other: Half | None, others: tuple[int, ...], faults: Faults, ended_s: float
+    half: Half,
+    other: Half | None,
+    both: tuple[int, ...],
+    faults: Faults,
+    fences: Fences,
+    ended_s: float,
 ) -> bool:
+    """`both`: the trees of its room, its own first."""
     reason = half.reason
     if reason in NEVER:
         return False
-    own, both = (half.tree,), (half.tree, *others)
+    own, others = both[:1], both[1:]
     begun_s = half.opened_s
     if other is not None and other.opened_s:  # it may have failed before we opened ours
         begun_s = min(begun_s, other.opened_s)
     span = begun_s, half.verdict_s
 
-    def touched(trees: tuple[int, ...], *roles: Role) -> bool:
-        return bool(faults.touching(trees, *span, *roles))
+    def touched(trees: tuple[int, ...], *roles: Role, deadly: bool = False) -> bool:
+        return bool(faults.touching(trees, *span, *roles, deadly=deadly))
 
     other_failed = other is not None and (other.state == FAILED or bool(other.aborts))
     other_silent = touched(others, Role.PLAYER, *WHOLE)
@@ -88,18 +87,15 @@ def explained(
             silent = faults.outage(others, *span, LOST_S)  # nobody was there who could beat
             return other_failed or silent or touched(both, Role.PLAYER, *MOVERS)
         case words.PEER_RESTARTED:
-            return faults.before(half.verdict_s, RESTARTED_S, *WHOLE)
+            return faults.killed_before(others, half.verdict_s, RESTARTED_S, *WHOLE)
         case words.WORKER_DIED | words.TRANSPORT_FAILED:
-            return touched(both, *MOVERS)
+            return touched(both, *MOVERS, deadly=True)
         case words.ENGINE_DIED:
-            return touched(both, Role.PLAYER, *WHOLE)
+            return touched(both, Role.PLAYER, *WHOLE, deadly=True)
         case words.WORKER_FENCED:
-            moved = faults.before(half.verdict_s, FENCE_S, *MOVERS, unasked=PREFILL_TREES)
-            # A half that dies with its engine leaves a room to its deadline, and of that a listener
-            # that came meanwhile cannot say which session of prefill's was sent its destination.
-            dead = (Role.PLAYER, Role.LISTENER)
-            forgotten = all(faults.before(half.verdict_s, FENCE_S, role) for role in dead)
-            return moved or forgotten or faults.silence(half.verdict_s)
+            # Who hears of it from the other half may hear it late, its listener being away.
+            told = other is not None and other.reason == reason and other.verdict_s
+            return fences.behind(both, min(half.verdict_s, told or half.verdict_s))
         case words.SHUTDOWN:
             return half.verdict_s >= ended_s
     return False

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +18,11 @@ from stress.cascades.oracle.findings import Findings
 
 MARGIN_S = 0.5  # a role may serve again a little before everybody knows
 AFTERMATH_S = 4.5  # of a tree: peers miss it for as long as it may be silent, and then say hello
-FENCE_S = 8.0  # a room waits for quiet, then its worker is fenced; others fail with that
 BEFORE_S = 0.1
-UNASKED_S = 2.0
+UNASKED_S = 0.5  # it may have stood still, or been told to end, for so long
+PAUSED_S = 0.5  # a shorter pause lets no deadline pass
+HUNG_S = 0.1  # a shorter one hangs nobody: a supervisor waits for twice as long
 OUTAGE_S = 1.0  # actors that are away for so long may let deadlines of a few seconds pass
-SILENCE_S = 0.5  # a listener that is away for so long may not say in time that a room is quiet
 BACK, NOT_DEAD = "roles not back", "processes not dead"
 
 
@@ -46,7 +48,9 @@ class Mode(IntEnum):
     HANG = 3  # SIGSTOP until its supervisor kills it
 
 
+Process = tuple[int, int]  # tree and pid
 WHOLE = (Role.SUPERVISOR, Role.TREE)
+ACTORS = (Role.LISTENER, Role.WORKER)
 ROLE_OF_ROW = {words.LISTENER: Role.LISTENER, words.WORKER: Role.WORKER}  # standbys change rows
 
 
@@ -74,9 +78,26 @@ class Fault:
         left_s, back_s = self.away_s
         return back_s - left_s
 
+    def counts(self, *, deadly: bool) -> bool:
+        """A pause kills nobody, and if it is short it makes nobody late either."""
+        return self.mode is not Mode.PAUSE or (not deadly and self.lasted_s >= PAUSED_S)
+
     def touches(self, opened_s: float, verdict_s: float) -> bool:
         after_s = AFTERMATH_S if self.role in WHOLE else MARGIN_S
         return self.begun_s <= verdict_s + BEFORE_S and self.ended_s + after_s >= opened_s
+
+
+@dataclass
+class Pause:
+    """Of one process."""
+
+    begun_s: float
+    ended_s: float = math.inf
+
+    def hangs(self, gone_s: float) -> bool:
+        """May it have been taken for hung by this, and been killed for that?"""
+        is_long = min(gone_s, self.ended_s) - self.begun_s >= HUNG_S
+        return is_long and gone_s <= self.ended_s + MARGIN_S
 
 
 class Faults:
@@ -89,6 +110,21 @@ class Faults:
         self._by_tree: dict[int, list[Fault]] = {}
         for fault in self.all:
             self._by_tree.setdefault(fault.tree, []).append(fault)
+        # By tree, as those: when they began, and when the last up to each was over.
+        self._begun = {tree: [f.begun_s for f in those] for tree, those in self._by_tree.items()}
+        self._over = {
+            tree: list(accumulate((f.ended_s for f in those), max))
+            for tree, those in self._by_tree.items()
+        }
+
+    def _within(self, tree: int, from_s: float, to_s: float) -> Iterator[Fault]:
+        """That began until `to_s` and were not over at `from_s`, the latest first."""
+        those, over = self._by_tree.get(tree, []), self._over.get(tree, [])
+        at = bisect_right(self._begun.get(tree, []), to_s)
+        while at and over[at - 1] >= from_s:
+            at -= 1
+            if those[at].ended_s >= from_s:
+                yield those[at]
 
     def touching(
         self,
@@ -97,13 +133,17 @@ class Faults:
         verdict_s: float,
         *roles: Role,
         ours: bool = False,
+        deadly: bool = False,
     ) -> list[Fault]:
-        """`ours`: only what we did ourselves."""
+        """`ours`: only what we did ourselves.  `deadly`: only what ended a process."""
         return [
             fault
             for tree in trees
-            for fault in self._by_tree.get(tree, ())
-            if fault.role in roles and fault.touches(opened_s, verdict_s) and fault.asked >= ours
+            for fault in self._within(tree, opened_s - AFTERMATH_S, verdict_s + BEFORE_S)
+            if fault.role in roles
+            and fault.counts(deadly=deadly)
+            and fault.touches(opened_s, verdict_s)
+            and fault.asked >= ours
         ]
 
     def outage(
@@ -113,43 +153,32 @@ class Faults:
         verdict_s: float,
         long_s: float = OUTAGE_S,
     ) -> bool:
-        """Was an actor away for long, or one after the other while the room was open?  With a warm
-        standby each is back in milliseconds."""
-        away = self.touching(trees, opened_s, verdict_s, Role.LISTENER, Role.WORKER)
-        if any(fault.lasted_s > long_s for fault in away):
-            return True
-        return covered_s((f.away_s for f in away), opened_s, verdict_s) > long_s
+        """Was an actor away for long while the room was open?"""
+        away = self.touching(trees, opened_s, verdict_s, *ACTORS)
+        return is_outage(away, opened_s, verdict_s, long_s)
 
-    def silence(self, verdict_s: float) -> bool:
-        """Was some listener away for long before then?  It may have been the one to say that a
-        room is quiet, and the bound of that is short."""
-        return any(
-            fault.role is Role.LISTENER
-            and fault.lasted_s > SILENCE_S
-            and fault.begun_s <= verdict_s <= fault.ended_s + FENCE_S
-            for fault in self.all
-        )
-
-    def before(
-        self, verdict_s: float, within_s: float, *roles: Role, unasked: Iterable[int] = ()
+    def killed_before(
+        self, trees: Iterable[int], verdict_s: float, within_s: float, *roles: Role
     ) -> bool:
-        """By us anywhere, or by a supervisor in one of the trees `unasked`."""
         return any(
-            fault.role in roles
-            and (fault.asked or fault.tree in unasked)
-            and fault.begun_s <= verdict_s
-            and fault.ended_s + within_s >= verdict_s
-            for fault in self.all
+            fault.role in roles and fault.counts(deadly=True)
+            for tree in trees
+            for fault in self._within(tree, verdict_s - within_s, verdict_s)
         )
 
     def is_away(self, tree: int, at_s: float) -> bool:
         """Was the whole tree dead then?"""
         return any(
-            fault.role in WHOLE
-            and fault.mode is Mode.KILL
-            and fault.begun_s <= at_s <= fault.ended_s
-            for fault in self._by_tree.get(tree, ())
+            fault.role in WHOLE and fault.mode is Mode.KILL
+            for fault in self._within(tree, at_s, at_s)
         )
+
+
+def is_outage(away: Sequence[Fault], from_s: float, to_s: float, long_s: float) -> bool:
+    """One for long, or one after the other.  With a warm standby each is back in milliseconds."""
+    if any(fault.lasted_s > long_s for fault in away):
+        return True
+    return covered_s((fault.away_s for fault in away), from_s, to_s) > long_s
 
 
 def covered_s(spans: Iterable[tuple[float, float]], from_s: float, to_s: float) -> float:
@@ -167,15 +196,15 @@ def read_faults(driver: NDArray[np.void], watcher: NDArray[np.void], findings: F
     open_by: dict[tuple[int, int], list[Fault]] = {}
     killed: dict[int, str] = {}  # pid -> who
     ours: set[int] = set()
-    hit: dict[tuple[int, int], Role] = {}  # tree and pid -> as whom
-    paused: set[tuple[int, int]] = set()
+    hit: dict[Process, Role] = {}  # as whom it was killed, or stopped until it is
+    pauses: dict[Process, list[Pause]] = {}
     for ns, room, c, b, a, kind in driver.tolist():
         at_s = ns / 1e9
         if kind == Kind.SIGNAL:
             role, mode = Role(c & 0xFFFF), Mode(c >> 16 & 0xFFFF)
             findings.counts["signals"] += 1
             if mode is Mode.PAUSE:  # who only paused may still be replaced for another reason
-                paused.add((a, b))
+                pauses.setdefault((a, b), []).append(Pause(at_s))
             else:
                 hit[a, b] = role
                 ours.add(b)
@@ -189,6 +218,9 @@ def read_faults(driver: NDArray[np.void], watcher: NDArray[np.void], findings: F
             findings.time(f"{b} clients killed, until their rooms were over", room / 1e9)
         elif kind == Kind.DEAD:
             killed.pop(b, None)
+        elif kind == Kind.CONTINUED:
+            for pause in pauses.get((a, b), []):
+                pause.ended_s = min(pause.ended_s, at_s)
         elif kind == Kind.BACK:
             role = Role(b & 0xFFFF)
             if still := open_by.get((a, int(role)), []):
@@ -201,40 +233,53 @@ def read_faults(driver: NDArray[np.void], watcher: NDArray[np.void], findings: F
         findings.violation(NOT_DEAD, who)
     for fault in (fault for still in open_by.values() for fault in still):
         findings.violation(BACK, f"{fault.role.words} of tree {fault.tree}")
-    faults += _unasked(watcher, hit, paused, findings)
+    faults += _unasked(watcher, hit, pauses, findings)
     return Faults(faults, ours)
 
 
 def _unasked(
     watcher: NDArray[np.void],
-    hit: dict[tuple[int, int], Role],
-    paused_pids: Set[tuple[int, int]],
+    hit: dict[Process, Role],
+    pauses: Mapping[Process, Sequence[Pause]],
     findings: Findings,
 ) -> list[Fault]:
-    """Actors that were replaced and had no signal from us: hung, or fenced on purpose.  A standby
-    may have been promoted just before our signal reached it."""
+    """Actors that were replaced and had no signal from us in that role.  Who was promoted just
+    before our signal reached it, or stood still for long enough to count as hung, was asked for:
+    the others were hung of themselves, or fenced."""
     found: list[Fault] = []
     living: dict[tuple[int, int], tuple[int, int]] = {}  # by row: incarnation and pid
-    away: dict[tuple[int, int], Fault] = {}
-    for ns, serves, c, b, a, kind in watcher.tolist():
+    away: dict[tuple[int, int], list[Fault]] = {}
+    of_rows = np.isin(watcher["kind"], (Kind.ROW, Kind.UNWATCHED))
+    for ns, serves, c, b, a, kind in watcher[of_rows].tolist():
+        tree, at_s = a // TABLES_MAX, ns / 1e9
+        if kind == Kind.UNWATCHED:  # its tree is dead, and that is a fault of its own
+            for row in [row for row in away if row[0] == a]:
+                _end(away.pop(row), at_s)
         if kind != Kind.ROW or b not in ROLE_OF_ROW:
             continue
-        tree, role, at_s = a // TABLES_MAX, ROLE_OF_ROW[b], ns / 1e9
+        role = ROLE_OF_ROW[b]
         incarnation, pid = c >> 32, c & 0xFFFF_FFFF
         before, last_pid = living.get((a, b), (0, 0))
-        if before and incarnation != before and hit.get((tree, last_pid)) not in (role, *WHOLE):
-            paused = (tree, last_pid) in paused_pids
-            hit[tree, last_pid] = role
-            findings.counts[f"restarts that we did not play: {role.words}"] += not paused
+        last = tree, last_pid
+        if before and incarnation != before and hit.get(last) not in (role, *WHOLE):
+            stood_still = any(pause.hangs(at_s) for pause in pauses.get(last, ()))
+            asked = last in hit or stood_still
+            hit[last] = role
+            findings.counts[f"restarts that we did not play: {role.words}"] += not asked
             # It was told to end, or stood still, for some time before its row was empty.
-            fault = Fault(tree, role, Mode.HANG, at_s - UNASKED_S, asked=paused, gone_s=at_s)
+            fault = Fault(tree, role, Mode.HANG, at_s - UNASKED_S, asked=asked, gone_s=at_s)
             found.append(fault)
-            away[a, b] = fault
+            away.setdefault((a, b), []).append(fault)
         if incarnation:
             living[a, b] = incarnation, pid or (last_pid if incarnation == before else 0)
-        if serves and (a, b) in away:
-            away.pop((a, b)).ended_s = at_s
+        if serves:
+            _end(away.pop((a, b), []), at_s)
     return found
+
+
+def _end(faults: Iterable[Fault], at_s: float) -> None:
+    for fault in faults:
+        fault.ended_s = at_s
 
 
 TABLES_MAX = 1000  # numbers of tables of one tree, in the watcher's history

@@ -19,6 +19,8 @@ KINDS = {
     "success against failure": "successes",
     "late bytes": "pages looked at again",
     "untouched rooms failed": "halves",
+    "rooms not quiet without a cause": "slots",
+    "restarts without a cause": "pieces",
     "refused connects": "connects",
     "connects never served": "connects",
     "processes not dead": "signals",

@@ -48,6 +48,13 @@ class Room:
         return self.halves.get(PREFILL if side == DECODE else DECODE)
 
 
+def tree_pairs(room: int, tree: int) -> tuple[int, ...]:
+    """The trees of a room's lane but one: lanes are numbered in pairs, two prefills by two
+    decodes."""
+    lane = (room >> 48) - 1 >> 1
+    return tuple(t for t in (lane // 2, 2 + lane % 2) if t != tree)
+
+
 def read_rooms(
     histories: Mapping[str, NDArray[np.void]],
     sides: Sequence[int],

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from stress.cascades.history import DTYPE, Kind, read_all
 from stress.cascades.oracle.causes import judge_causes
 from stress.cascades.oracle.faults import Faults, read_faults
+from stress.cascades.oracle.fences import read_fences
 from stress.cascades.oracle.findings import Findings
 from stress.cascades.oracle.halves import Room, judge_rooms, read_rooms
 from stress.cascades.oracle.moves import judge_words
@@ -42,7 +43,9 @@ def judge_histories(histories: Histories, sides: Sequence[int], salt: int, mix: 
     judge_words(watcher, findings)
     rooms = read_rooms(players, sides, faults.killed, findings)
     judge_rooms(rooms, salt, mix, findings)
-    judge_causes(rooms, faults, ended_s, findings)
+    fences = read_fences(watcher, players)
+    fences.judge(faults, findings)
+    judge_causes(rooms, faults, fences, ended_s, findings)
     _judge_connects(histories.get("connector", nothing), faults, ended_s, findings)
     judge_census(driver, findings)
     _draw(rooms, faults, findings)

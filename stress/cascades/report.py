@@ -11,6 +11,7 @@ import msgspec
 from stress.bench.figures import digits, summarise
 from stress.bench.report import Machine
 from stress.cascades.apart import Order
+from stress.cascades.oracle.power import ASKED, EXCUSED
 from stress.cascades.piece import Outcome
 
 TEXT = """# Cascades
@@ -20,7 +21,11 @@ Written by `bin/stress --report`; see `stress/cascades/`. Plot: [{plot}]({plot})
 Beside each zero stands the upper bound that it leaves for the rate, with 95 % confidence: 3/n after
 n trials. Times are in seconds, p99 by nearest rank. Everything is judged afterwards, from
 append-only histories of the processes, by an oracle that shares no code with pdrt.
+
+The trees are not as shipped: restarts have practically no limit and no backoff, deadlines are 3 s,
+and a room must be quiet after 2 s (`stress/cascades/trees.py`).
 """
+POWER = "chance that an innocent room would be excused, by reason"
 
 
 def line(order: Order, outcome: Outcome) -> str:
@@ -43,6 +48,18 @@ def rows_of_zeros(outcome: Outcome) -> list[list[str]]:
     return rows
 
 
+def rows_of_power(outcome: Outcome) -> list[list[str]]:
+    """Of the reasons for which rooms failed."""
+    asked = outcome.counts.get(ASKED, 0)
+    failed = {name.rpartition(", ")[2] for name in outcome.counts if name.startswith("verdicts: ")}
+    rows = []
+    for name, excused in sorted(outcome.counts.items()):
+        reason = name.removeprefix(EXCUSED)
+        if asked and name != reason and reason in failed:
+            rows.append([reason, f"{excused:,} of {asked:,}", f"{100 * excused / asked:.2g} %"])
+    return rows
+
+
 def rows_of_times(outcome: Outcome) -> list[list[str]]:
     rows = []
     for name, samples in sorted(outcome.times_s.items()):
@@ -54,7 +71,8 @@ def rows_of_times(outcome: Outcome) -> list[list[str]]:
 
 
 def rows_of_counts(outcome: Outcome) -> list[list[str]]:
-    shown = {k: v for k, v in outcome.counts.items() if k not in outcome.zeros}
+    counts = outcome.counts.items()
+    shown = {k: v for k, v in counts if k not in outcome.zeros and not k.startswith(EXCUSED)}
     return [[name, f"{count:,}"] for name, count in sorted(shown.items())]
 
 
@@ -70,6 +88,9 @@ def console(outcomes: Sequence[Outcome]) -> str:
         for name, found, trials, most in rows_of_zeros(outcome):
             after = f", so below {most}" if most else ""
             lines.append(f"  {found} {name} of {trials}{after}")
+        if power := rows_of_power(outcome):
+            told = ", ".join(f"{reason} {chance}" for reason, _, chance in power)
+            lines.append(f"  {POWER}: {told}")
         for name, n, *values in rows_of_times(outcome):
             lines.append(f"  {name}: n {n}, p50 {values[0]}, p99 {values[1]}, max {values[2]} s")
         lines += [f"  {name}: {value:.4g}" for name, value in sorted(outcome.peaks.items())]
@@ -93,6 +114,8 @@ def markdown(machine: Machine, seed: int, outcomes: Sequence[Outcome], plot: str
         ]  # fmt: skip
         zeros = rows_of_zeros(outcome)
         lines += _table(["must be 0", "found", "of", "95 % bound"], zeros) if zeros else []
+        if power := rows_of_power(outcome):
+            lines += ["", *_table([POWER, "excused", "chance"], power)]
         if times := rows_of_times(outcome):
             lines += ["", *_table(["back after, s", "n", "p50", "p99", "max"], times)]
         if outcome.peaks:

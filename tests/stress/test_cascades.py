@@ -15,10 +15,12 @@ from stress.cascades import __main__ as command
 from stress.cascades import abort_storm, judgement, kill_cascade, plan, report
 from stress.cascades.apart import Order
 from stress.cascades.lanes import DECODES, PREFILLS, Lanes, lane_number
+from stress.cascades.oracle.power import ASKED, EXCUSED
 from stress.cascades.piece import Outcome, Piece
 
 ROOMS = st.builds(plan.room_of, st.integers(1, 8), st.integers(0, 1 << 30), calm=st.booleans())
 MIXES = [kill_cascade.MIX, abort_storm.MIX]
+MACHINE = Machine.now(["bin/stress", "--release"])
 
 
 def outcome(seed: int, **fields: object) -> Outcome:
@@ -146,17 +148,27 @@ def test_beside_a_zero_stands_the_bound_that_it_leaves() -> None:
     assert report.bound(0) == "no trial"
 
 
+def test_beside_the_reasons_of_failures_stands_what_they_would_excuse() -> None:
+    counts = {"verdicts: decode, peer lost": 9, "verdicts: decode, Success": 70}
+    asked = {ASKED: 150, EXCUSED + "peer lost": 30, EXCUSED + "worker died": 0}
+    whole = outcome(1, counts=counts | asked)
+    whole.add(outcome(2, counts={ASKED: 150, EXCUSED + "worker died": 6}))
+    assert report.rows_of_power(whole) == [["peer lost", "30 of 300", "10 %"]]
+    assert "by reason: peer lost 10 %\n" in report.console([whole])
+    assert "| peer lost | 30 of 300 | 10 % |" in report.markdown(MACHINE, 5, [whole], "r.png")
+    assert report.rows_of_power(outcome(1)) == []
+
+
 def test_a_report_is_markdown_json_and_a_plot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The plot itself is drawn by every run with --report: its library keeps fonts open for good.
     monkeypatch.setattr(report, "draw", lambda path, outcomes: path.write_bytes(b"drawn"))
-    machine = Machine.now(["bin/stress", "--release"])
-    report.write(tmp_path / "r.md", machine, 5, [outcome(1), outcome(2)])
+    report.write(tmp_path / "r.md", MACHINE, 5, [outcome(1), outcome(2)])
     text = (tmp_path / "r.md").read_text()
     assert "(r.png)" in text
     assert "**0 violations**" in text
-    assert machine.commit in text
+    assert MACHINE.commit in text
     record = json.loads((tmp_path / "r.json").read_text())
     assert record["seed"] == 5
     assert record["results"][0]["times_s"]["listener killed"]["n"] == 1

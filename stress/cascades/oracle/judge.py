@@ -19,6 +19,7 @@ from stress.cascades.oracle.fences import read_fences
 from stress.cascades.oracle.findings import Findings
 from stress.cascades.oracle.halves import Room, judge_rooms, read_rooms
 from stress.cascades.oracle.moves import judge_words
+from stress.cascades.oracle.power import ask_innocents
 from stress.cascades.oracle.survey import judge_census
 from stress.cascades.plan import Mix
 
@@ -46,6 +47,7 @@ def judge_histories(histories: Histories, sides: Sequence[int], salt: int, mix: 
     fences = read_fences(watcher, players)
     fences.judge(faults, findings)
     judge_causes(rooms, faults, fences, ended_s, findings)
+    ask_innocents(rooms, faults, fences, ended_s, findings)
     _judge_connects(histories.get("connector", nothing), faults, ended_s, findings)
     judge_census(driver, findings)
     _draw(rooms, faults, findings)

@@ -15,7 +15,7 @@ from stress.cascades.history import Kind, Writer
 from stress.cascades.lanes import Lanes
 
 EVERY_S = 0.02  # each tree in turn
-WAITING_MAX = 400
+WAITING_MAX = 600  # the first of so many has waited for longer than the oracle lets any
 RST = struct.pack("ii", 1, 0)  # linger 0: no port stays in TIME_WAIT
 IN_PROGRESS = 115
 
@@ -39,6 +39,7 @@ class Connector:
             return
         tree = self._count % len(self._told.ports)
         self._count += 1
+        self._writer.append(Kind.CONNECTING, self._count, tree)
         client = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RST)
         code = client.connect_ex(("127.0.0.1", self._told.ports[tree]))
@@ -78,6 +79,7 @@ class Connector:
         for client in list(self._waiting):
             client.close()
         self._selector.close()
+        self._writer.append(Kind.LEFT)
         self._writer.close()
 
 

@@ -44,7 +44,9 @@ class Kind(IntEnum):
     CLEARED = 9  # a: player
     BYTES = 10  # decode, at Success.  a: player; b: every page one word throughout; c: digest
     TOKEN = 11  # decode, at Success: what the aux row says.  a: player; c: token
-    FILLED = 12  # pages of a failed, quiet room filled for their next owner.  a: player; b: pages
+    FILLED = (
+        12  # pages of a quiet room that is over, filled for their next owner.  a: player; b: pages
+    )
     LOOKED = 13  # the same pages again.  a: player; b: pages; c: pages that changed
     GONE = 14  # the room's table lost its tree; nobody's memory any more.  a: player
     REFUSED = 15  # a limit said no.  a: player
@@ -52,7 +54,7 @@ class Kind(IntEnum):
     # a player on itself
     ATTACHED = 30  # a: player; b: pid; c: instance's first 8 bytes
     DETACHED = 31  # its tree is gone.  a: player
-    LEFT = 32  # it ends by itself.  a: player
+    LEFT = 32  # it ends by itself; so do watcher and connector.  a: player
 
     # the watcher on a table
     TABLE = 40  # a table is watched.  a: tree; b: its number; room: queue of bounds; c: role
@@ -77,6 +79,7 @@ class Kind(IntEnum):
     SERVED = 81  # the listener spoke.  a: tree
     TURNED_AWAY = 82  # refused by the kernel.  a: tree; c: errno
     RESET = 83  # accepted, and the listener died before it spoke.  a: tree
+    CONNECTING = 84  # begun.  a: tree
 
 
 class Writer:

@@ -1,4 +1,4 @@
-"""What the trees say of themselves in their logs: that a process ended by an error of its own.
+"""What logs say: that a process ended by an error of its own, of a tree or of those who watch.
 
 No history shows it.  A process that is killed, hung or fenced is replaced, and so is one that has
 failed, in the same few milliseconds; only its supervisor knows which it was.
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 TREES = ("prefill*.log", "decode*.log")
+WATCHING = ("watcher.log", "connector.log", "nursery.log")
 ENDED = re.compile(r" ended name=(\S+) incarnation=(\d+) cause='(.*)'")
 #: By the cascade, by an end in order, or by its supervisor, which says why.
 LAWFUL = re.compile(r"ended by SIG(?:KILL|TERM)$|stop: |hung|restart|stopped|not ready")
@@ -31,7 +32,7 @@ def deaths_in(folder: Path) -> Counter[str]:
 
 def errors_in(folder: Path, *patterns: str) -> Iterator[str]:
     """A sentence for each process that ended by itself, and for each error that was caught."""
-    for tree, lines in _logs(folder, patterns or TREES):
+    for tree, lines in _logs(folder, patterns or (*TREES, *WATCHING)):
         yield from _errors(tree, lines)
 
 

@@ -158,6 +158,7 @@ class Watcher:
             with contextlib.suppress(OSError):
                 self._look_at(self._watched[tree])
             self._leave(tree)
+        self._writer.append(Kind.LEFT)
         self._writer.close()
 
 

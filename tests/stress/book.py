@@ -33,6 +33,7 @@ class Book:
     def __init__(self) -> None:
         self.records: dict[str, list[tuple[int, ...]]] = {}
         self.now = START
+        self.watching = ["watcher", "connector"]  # that end as they should
 
     def add(self, name: str, kind: Kind, room: int = 0, a: int = 0, b: int = 0, c: int = 0) -> None:
         self.now += 1_000_000
@@ -69,6 +70,8 @@ class Book:
         self.records[f"player-{player}"] = [r for r in records if r[-1] != kind]
 
     def judge(self) -> Findings:
+        for name in self.watching:
+            self.add(name, Kind.LEFT)
         arrays = {n: np.array(r, dtype=DTYPE) for n, r in self.records.items()}
         return judge_histories(arrays, SIDES, SALT, MIX)
 

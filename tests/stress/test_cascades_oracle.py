@@ -23,7 +23,6 @@ from tests.stress.book import (
     SALT,
     SECOND,
     SLOT,
-    START,
     Book,
     honest,
     packed,
@@ -121,15 +120,64 @@ def dies_by_itself(book: Book) -> None:
     book.drop(2, Kind.LEFT)
 
 
+def nobody_watches(book: Book) -> None:
+    book.watching.remove("watcher")
+
+
+def nobody_connects(book: Book) -> None:
+    book.watching.remove("connector")
+    del book.records["connector"]
+
+
 def turned_away(book: Book) -> None:
     book.add("connector", Kind.TURNED_AWAY, 2, 0, 0, 111)
 
 
 def never_served(book: Book) -> None:
-    book.records["connector"].append((START, 9, 0, 0, 1, int(Kind.CONNECTED)))
+    book.add("connector", Kind.CONNECTING, 9, 1)
     book.now = END
-    book.records["driver"] = [r for r in book.records["driver"] if r[-1] != Kind.END]
-    book.add("driver", Kind.END)
+
+
+def served_late(book: Book) -> None:
+    book.add("connector", Kind.CONNECTING, 9, 1)
+    book.now += 9 * SECOND
+    book.add("connector", Kind.CONNECTED, 9, 1)
+    book.now += 2 * SECOND
+    book.add("connector", Kind.SERVED, 9, 1)
+
+
+def dropped(book: Book) -> None:
+    """As the listener of another tree was killed, and long after that of its own."""
+    book.now += SECOND
+    book.signal(0, Role.LISTENER, Mode.KILL)
+    book.add("connector", Kind.CONNECTING, 9, 1)
+    book.add("connector", Kind.CONNECTED, 9, 1)
+    book.add("connector", Kind.RESET, 9, 1)
+    book.back(0, Role.LISTENER, Mode.KILL)
+
+
+def dropped_before_its_listener_died(book: Book) -> None:
+    book.add("connector", Kind.CONNECTING, 9, 1)
+    book.add("connector", Kind.RESET, 9, 1)
+    book.now += SECOND
+    book.signal(1, Role.LISTENER, Mode.KILL)
+    book.back(1, Role.LISTENER, Mode.KILL)
+
+
+def dropped_after_it(book: Book) -> None:
+    book.signal(1, Role.LISTENER, Mode.KILL)
+    book.back(1, Role.LISTENER, Mode.KILL)
+    book.now += SECOND
+    book.add("connector", Kind.CONNECTING, 9, 1)
+    book.add("connector", Kind.RESET, 9, 1)
+
+
+def dropped_in_a_pause(book: Book) -> None:
+    book.signal(1, Role.TREE, Mode.PAUSE)
+    book.now += SECOND
+    book.add("connector", Kind.CONNECTING, 9, 1)
+    book.add("connector", Kind.RESET, 9, 1)
+    book.back(1, Role.TREE, Mode.PAUSE)
 
 
 def survives_sigkill(book: Book) -> None:
@@ -173,8 +221,15 @@ PLANTED: list[tuple[Callable[[Book], None], str]] = [
     (success_of_a_failed_prefill, "success against failure"),
     (late_bytes, "late bytes"),
     (dies_by_itself, "players that died by themselves"),
+    (nobody_watches, "players that died by themselves"),
+    (nobody_connects, "players that died by themselves"),
     (turned_away, "refused connects"),
     (never_served, "connects never served"),
+    (served_late, "connects never served"),
+    (dropped, "connects reset without a cause"),
+    (dropped_before_its_listener_died, "connects reset without a cause"),
+    (dropped_after_it, "connects reset without a cause"),
+    (dropped_in_a_pause, "connects reset without a cause"),
     (survives_sigkill, "processes not dead"),
     (never_back, "roles not back"),
     (a_slot_is_left, "leaks"),
@@ -209,6 +264,26 @@ def test_a_refused_connect_is_nothing_while_the_whole_tree_is_away() -> None:
     book.add("connector", Kind.TURNED_AWAY, 2, 0, 0, 111)
     book.back(0, Role.SUPERVISOR, Mode.KILL, pid=70)
     assert book.judge().violations == []
+
+
+@pytest.mark.parametrize("role", [Role.LISTENER, Role.TREE])
+def test_a_connect_is_reset_by_the_death_of_who_took_it(role: Role) -> None:
+    book = honest()
+    book.add("connector", Kind.CONNECTING, 9, 1)
+    book.add("connector", Kind.CONNECTED, 9, 1)
+    book.signal(1, role, Mode.KILL)
+    book.add("connector", Kind.RESET, 9, 1)
+    book.back(1, role, Mode.KILL)
+    assert book.judge().violations == []
+
+
+def test_only_pages_that_somebody_writes_are_trials_of_late_bytes() -> None:
+    book = honest()
+    for player, pages in ((0, 3), (2, 5)):
+        book.half(player, Kind.LOOKED, pages)
+    counts = book.judge().counts
+    assert counts["pages looked at again"] == counts["pages of successes looked at again"] == 5
+    assert counts["prefill's pages looked at again"] == 3
 
 
 def test_a_killed_engine_owes_no_verdict() -> None:

@@ -99,5 +99,11 @@ def test_an_error_that_nobody_ended_by_is_told_too(tmp_path: Path) -> None:
     assert found(tmp_path, 2 * TRACEBACK) == [error, error]
 
 
-def test_only_the_trees_are_listened_to(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["watcher", "connector", "nursery"])
+def test_who_watches_fails_aloud_too(tmp_path: Path, name: str) -> None:
+    error = f"{name}: pdrt.errors.Closed: slot 10: the room was cleared"
+    assert found(tmp_path, TRACEBACK, f"{name}.log") == [error]
+
+
+def test_others_are_not_listened_to(tmp_path: Path) -> None:
     assert not found(tmp_path, TRACEBACK, "clients-1-1.log")

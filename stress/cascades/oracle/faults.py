@@ -166,6 +166,11 @@ class Faults:
             for fault in self._within(tree, verdict_s - within_s, verdict_s)
         )
 
+    def ended_listener(self, tree: int, begun_s: float, ended_s: float) -> bool:
+        """Was its listener to die then, or already dead?"""
+        away = self.touching([tree], begun_s, ended_s, Role.LISTENER, *WHOLE, deadly=True)
+        return any(fault.ended_s + MARGIN_S >= begun_s for fault in away)
+
     def is_away(self, tree: int, at_s: float) -> bool:
         """Was the whole tree dead then?"""
         return any(

@@ -23,6 +23,7 @@ KINDS = {
     "restarts without a cause": "pieces",
     "refused connects": "connects",
     "connects never served": "connects",
+    "connects reset without a cause": "connects",
     "processes not dead": "signals",
     "roles not back": "signals",
     "leaks": "pieces",

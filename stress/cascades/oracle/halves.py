@@ -14,6 +14,7 @@ from stress.cascades.oracle.findings import Findings
 from stress.cascades.plan import DECODE, PREFILL, Mix
 from stress.cascades.words import FAILED, REASONS, STATES, SUCCESS
 
+DIED = "players that died by themselves"
 ABORT_TOLD = "the other side's abort, until the engine saw Failed"
 
 
@@ -68,15 +69,15 @@ def read_rooms(
         alive: set[int] = set()  # rooms this process had not let go of
         for record in records.tolist():
             _take(record, rooms, sides, alive, findings)
-        if _left(records):
+        if has_left(records):
             for room in alive:
                 findings.violation("rooms without a verdict", f"room {room:#x} of {name}")
         elif set(records["b"][records["kind"] == Kind.ATTACHED].tolist()) - killed:
-            findings.violation("players that died by themselves", name)
+            findings.violation(DIED, name)
     return rooms
 
 
-def _left(records: NDArray[np.void]) -> bool:
+def has_left(records: NDArray[np.void]) -> bool:
     """A process that ends as it should says so last."""
     return len(records) > 0 and int(records["kind"][-1]) == Kind.LEFT
 
@@ -128,7 +129,11 @@ def _take(
         half.gone = True
         alive.discard(number)
     elif kind == Kind.LOOKED:
-        findings.counts["pages looked at again"] += b
+        if sides[a] == PREFILL:  # transports only read those: no trials
+            findings.counts["prefill's pages looked at again"] += b
+        else:
+            findings.counts["pages looked at again"] += b
+            findings.counts["pages of successes looked at again"] += b * (half.state == SUCCESS)
         if c:
             text = f"room {number:#x} of player {a}: {c} of {b} pages changed once it was quiet"
             findings.violation("late bytes", text)

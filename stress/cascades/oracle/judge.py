@@ -17,7 +17,7 @@ from stress.cascades.oracle.causes import judge_causes
 from stress.cascades.oracle.faults import Faults, read_faults
 from stress.cascades.oracle.fences import read_fences
 from stress.cascades.oracle.findings import Findings
-from stress.cascades.oracle.halves import Room, judge_rooms, read_rooms
+from stress.cascades.oracle.halves import DIED, Room, has_left, judge_rooms, read_rooms
 from stress.cascades.oracle.moves import judge_words
 from stress.cascades.oracle.power import ask_innocents
 from stress.cascades.oracle.survey import judge_census
@@ -48,7 +48,8 @@ def judge_histories(histories: Histories, sides: Sequence[int], salt: int, mix: 
     fences.judge(faults, findings)
     judge_causes(rooms, faults, fences, ended_s, findings)
     ask_innocents(rooms, faults, fences, ended_s, findings)
-    _judge_connects(histories.get("connector", nothing), faults, ended_s, findings)
+    _judge_watching(histories, findings)
+    _judge_connects(histories.get("connector", nothing), faults, findings)
     judge_census(driver, findings)
     _draw(rooms, faults, findings)
     return findings
@@ -59,25 +60,42 @@ def _ended_s(driver: NDArray[np.void]) -> float:
     return float(ends[0]) / 1e9 if len(ends) else float("inf")
 
 
-def _judge_connects(
-    connector: NDArray[np.void], faults: Faults, ended_s: float, findings: Findings
-) -> None:
-    """Nobody is refused, unless the whole tree is away."""
+def _judge_watching(histories: Histories, findings: Findings) -> None:
+    """Without a witness nothing is proved."""
+    for name in ("watcher", "connector"):
+        if name not in histories or not has_left(histories[name]):
+            findings.violation(DIED, name)
+
+
+def _judge_connects(connector: NDArray[np.void], faults: Faults, findings: Findings) -> None:
+    """Nobody is refused, unless the whole tree is away; nobody waits for long, or is dropped but by
+    a listener that dies."""
     waiting: dict[int, tuple[float, int]] = {}
-    for ns, room, c, _, a, kind in connector.tolist():
+    for ns, number, c, _, tree, kind in connector.tolist():
         at_s = ns / 1e9
+        if kind == Kind.LEFT:
+            continue
         findings.counts[f"connects: {Kind(kind).name.lower()}"] += 1
+        if kind == Kind.CONNECTING:
+            waiting[number] = at_s, tree
+            continue
         if kind == Kind.CONNECTED:
             findings.counts["connects"] += 1
-            waiting[room] = at_s, a
+            waiting.setdefault(number, (at_s, tree))
             continue
-        begun_s, _tree = waiting.pop(room, (at_s, a))
-        if kind == Kind.TURNED_AWAY and not faults.is_away(a, at_s):
-            findings.violation("refused connects", f"tree {a} at {at_s:.6f}: errno {c}")
+        begun_s, _ = waiting.pop(number, (at_s, tree))
+        text = f"tree {tree} at {at_s:.6f}, after {at_s - begun_s:.3f} s"
+        if kind == Kind.TURNED_AWAY and not faults.is_away(tree, at_s):
+            findings.violation("refused connects", f"{text}: errno {c}")
+        elif kind == Kind.RESET and not faults.ended_listener(tree, begun_s, at_s):
+            findings.violation("connects reset without a cause", text)
         elif kind == Kind.SERVED:
             findings.peak("connect until served, s", at_s - begun_s)
+            if at_s - begun_s > SERVED_S:
+                findings.violation("connects never served", text)
+    last_s = float(connector["ns"].max(initial=0)) / 1e9
     for at_s, tree in waiting.values():
-        if at_s < ended_s - SERVED_S:
+        if at_s < last_s - SERVED_S:
             findings.violation("connects never served", f"tree {tree} at {at_s:.6f}")
 
 

@@ -21,10 +21,12 @@ from stress.cascades.history import Kind, Writer
 from stress.cascades.plan import Spec
 from stress.cascades.words import FAILED, SUCCESS, TRANSFERRING, WAITING
 
-HOLD_NS = 150_000_000  # the pages of a failed room are looked at again after this
+HOLD_NS = 150_000_000  # pages of a room that is over are looked at again after this,
+LONG_HOLD_NS = 2_000_000_000  # and of some rooms after this
 PACE_NS = 20_000_000  # a paced chunk goes after this, whatever has landed
 LANDING_SPIN_NS = 1_500_000
 HELD_MAX = 48
+LONG_EVERY, SUCCESS_EVERY = 64, 8  # by a room's number in its lane
 WIPED = (1 << 64) - 1
 ENGINE_ROWS = range(48, 56)
 _U64 = struct.Struct("<Q")
@@ -250,7 +252,7 @@ class Part:
             writer.append(Kind.QUIET, self.room, self.hand.player)
         self._half.clear()
         writer.append(Kind.CLEARED, self.room, self.hand.player)
-        if self._verdict == FAILED and self._exposed and self.hand.held < HELD_MAX:
+        if self._is_held():
             self._fill(now_ns, writer)
         else:
             self.over = True
@@ -263,12 +265,25 @@ class Part:
         else:
             writer.append(Kind.AGAIN, self.room, self.hand.player, word.state, word.reason)
 
+    def _is_held(self) -> bool:
+        """Are its pages kept, to see whether anything lands there?  Those of failed rooms, and of
+        some of decode's successes: after these nothing may land either."""
+        success = self._verdict == SUCCESS
+        if success and (self.hand.is_prefill or self.room % SUCCESS_EVERY):
+            return False
+        return self._exposed and self.hand.held < HELD_MAX
+
+    def _hold_ns(self) -> int:
+        """The long ones leave place for others, and clients' are waited for."""
+        is_long = self.room % LONG_EVERY == 0 and not self.room & plan.CLIENTS
+        return LONG_HOLD_NS if is_long and self.hand.held <= HELD_MAX // 2 else HOLD_NS
+
     def _fill(self, now_ns: int, writer: Writer) -> None:
         """As their next owner would; what lands there now is a late byte."""
         self._pattern = plan.canary(self.hand.salt, self.room)
         self.hand.kv[self.taken.pages] = np.uint64(self._pattern)
         self.hand.held += 1
-        self._due_ns = now_ns + HOLD_NS
+        self._due_ns = now_ns + self._hold_ns()
         writer.append(Kind.FILLED, self.room, self.hand.player, len(self.taken.pages))
 
     def _look(self, writer: Writer) -> None:

@@ -210,6 +210,14 @@ def test_a_restart_that_nobody_played_is_a_violation(
     assert book.judge().found(RESTARTED) == (not lawful)
 
 
+def test_a_room_that_waits_is_no_excuse_for_a_listener() -> None:
+    book = waited(hit(Role.WORKER))
+    row(book, 1, serves=True, table=DECODE, of=words.LISTENER)
+    restarted(book, of=words.LISTENER)
+    (text,) = done(book).judge().violations
+    assert text.startswith("restarts without a cause: listener of tree 2")
+
+
 def test_a_pause_that_is_long_over_explains_no_restart() -> None:
     book = honest()
     row(book, 1, serves=True, table=DECODE)

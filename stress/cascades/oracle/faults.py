@@ -244,7 +244,7 @@ def read_faults(driver: NDArray[np.void], watcher: NDArray[np.void], findings: F
 
 def _unasked(
     watcher: NDArray[np.void],
-    hit: dict[Process, Role],
+    hit: Mapping[Process, Role],
     pauses: Mapping[Process, Sequence[Pause]],
     findings: Findings,
 ) -> list[Fault]:
@@ -253,6 +253,7 @@ def _unasked(
     the others were hung of themselves, or fenced."""
     found: list[Fault] = []
     living: dict[tuple[int, int], tuple[int, int]] = {}  # by row: incarnation and pid
+    known: set[tuple[int, int, int]] = set()  # by row and incarnation
     away: dict[tuple[int, int], list[Fault]] = {}
     of_rows = np.isin(watcher["kind"], (Kind.ROW, Kind.UNWATCHED))
     for ns, serves, c, b, a, kind in watcher[of_rows].tolist():
@@ -266,10 +267,11 @@ def _unasked(
         incarnation, pid = c >> 32, c & 0xFFFF_FFFF
         before, last_pid = living.get((a, b), (0, 0))
         last = tree, last_pid
-        if before and incarnation != before and hit.get(last) not in (role, *WHOLE):
+        replaced = before and incarnation != before and (a, b, before) not in known
+        if replaced and hit.get(last) not in (role, *WHOLE):
             stood_still = any(pause.hangs(at_s) for pause in pauses.get(last, ()))
             asked = last in hit or stood_still
-            hit[last] = role
+            known.add((a, b, before))
             findings.counts[f"restarts that we did not play: {role.words}"] += not asked
             # It was told to end, or stood still, for some time before its row was empty.
             fault = Fault(tree, role, Mode.HANG, at_s - UNASKED_S, asked=asked, gone_s=at_s)

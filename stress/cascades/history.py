@@ -63,6 +63,7 @@ class Kind(IntEnum):
     UNWATCHED = 43  # the last look at a table.  a: table's number
     LOOKS = 44  # a: table's number; c: how often it was looked at; room: longest gap in ns
     ROW = 45  # of a process.  a: table's number; b: row; c: identity; room: ready
+    SILENT = 46  # a process showed no pulse, until it did or was gone.  As ROW; room: ns
 
     # the driver
     SIGNAL = 60  # a: tree or player; b: pid; c: number, mode, role; room: cycle

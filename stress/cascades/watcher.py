@@ -34,6 +34,8 @@ PAUSE_S = 0.003
 ANSWER_S = 5.0
 LATE_MS = 20  # a sweep's time past the deadline is normal
 TABLES_MAX = 1000  # of one tree
+SILENT_NS = 150_000_000  # no pulse for longer is written down
+PULSED = (LISTENER, WORKER)
 ROWS = (SUPERVISOR, LISTENER, LISTENER_STANDBY, WORKER_STANDBY, WORKER)
 
 
@@ -66,6 +68,7 @@ class Watched:
     supervisor: int  # pidfd
     words: NDArray[np.uint64]
     rows: list[int]
+    pulses: dict[int, tuple[int, int, int]]  # by row: identity, pulse and since when
     looks: int = 0
     last_ns: int = 0
     gap_ns: int = 0
@@ -107,7 +110,7 @@ class Watcher:
         number = tree * TABLES_MAX + self._tables[tree]
         self._tables[tree] += 1
         words = np.zeros(view.slots_count, dtype=np.uint64)
-        watched = Watched(number, view, connection, supervisor, words, [0] * len(ROWS))
+        watched = Watched(number, view, connection, supervisor, words, [0] * len(ROWS), {})
         self._watched[tree] = watched
         self._writer.append(Kind.TABLE, a=number, b=tree, c=view.role)
 
@@ -146,12 +149,24 @@ class Watcher:
             generation = int(words[slot]) >> 32
             late_ns = int(overdue[slot]) * 1_000_000
             writer.append(Kind.LATE, late_ns, number, slot, generation, now_ns)
+        for row in PULSED:
+            self._feel(watched, row, now_ns)
         for index, row in enumerate(ROWS):
             identity = view.identity(row)
             state = identity << 1 | view.serves(row, 0)
             if state != watched.rows[index]:
                 watched.rows[index] = state
                 writer.append(Kind.ROW, state & 1, number, row, identity, now_ns)
+
+    def _feel(self, watched: Watched, row: int, now_ns: int) -> None:
+        last, pulse, since_ns = watched.pulses.get(row, (0, 0, now_ns))
+        identity, now = watched.view.identity(row), watched.view.pulse(row)
+        if (identity, now) == (last, pulse):
+            return
+        if last and now_ns - since_ns > SILENT_NS:
+            silent_ns = now_ns - since_ns
+            self._writer.append(Kind.SILENT, silent_ns, watched.number, row, last, now_ns)
+        watched.pulses[row] = identity, now, now_ns
 
     def close(self) -> None:
         for tree in list(self._watched):

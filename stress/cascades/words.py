@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 MAGIC = b"1ls_trdp"
 HEADER_BYTES, OWNER_BYTES, SLOT_BYTES = 4096, 128, 128
 HEADER = struct.Struct("<8s6IQ16s")  # magic, version, role, slots, owners, counters, pid, start, id
-IDENTITY, READY = 0, 8  # in an owner's row
+IDENTITY, READY, PULSE = 0, 8, 16  # in an owner's row
 DEADLINE = 2  # u64 of a slot
 
 FAILED, BOOTSTRAPPING, WAITING, TRANSFERRING, SUCCESS, CLAIMED = 0, 1, 2, 3, 4, 15
@@ -91,6 +91,10 @@ class View:
         identity = self.identity(row)
         ready = int(self.owners[row, READY // 8])
         return identity not in (0, before) and identity >> 32 == ready & 0x7FF
+
+    def pulse(self, row: int) -> int:
+        """Any change is a sign of life."""
+        return int(self.owners[row, PULSE // 8])
 
     def states(self) -> NDArray[np.uint64]:
         """Of every slot; 255 where no room is."""

@@ -210,6 +210,23 @@ def test_a_restart_that_nobody_played_is_a_violation(
     assert book.judge().found(RESTARTED) == (not lawful)
 
 
+@pytest.mark.parametrize(
+    ("silent_ms", "until_then", "lawful"),
+    [(210, True, True), (160, True, False), (210, False, False)],
+)
+def test_who_was_silent_until_it_was_gone_was_hung(
+    silent_ms: int, until_then: bool, lawful: bool
+) -> None:
+    book = honest()
+    row(book, 1, serves=True, table=DECODE)
+    book.add("watcher", Kind.SILENT, silent_ms * 1_000_000, DECODE, words.WORKER)
+    book.now -= 1_000_000 * until_then  # seen in the same look
+    restarted(book)
+    findings = book.judge()
+    assert findings.found(RESTARTED) == (not lawful)
+    assert findings.counts["restarts of who stood still by itself: worker"] == lawful
+
+
 def test_a_room_that_waits_is_no_excuse_for_a_listener() -> None:
     book = waited(hit(Role.WORKER))
     row(book, 1, serves=True, table=DECODE, of=words.LISTENER)

@@ -21,6 +21,7 @@ AFTERMATH_S = 4.5  # of a tree: peers miss it for as long as it may be silent, a
 BEFORE_S = 0.1
 UNASKED_S = 0.5  # it may have stood still, or been told to end, for so long
 PAUSED_S = 0.5  # a shorter pause lets no deadline pass
+SILENT_S = 0.19  # no pulse for 0.2 s is hung
 HUNG_S = 0.1  # a shorter one hangs nobody: a supervisor waits for twice as long
 OUTAGE_S = 1.0  # actors that are away for so long may let deadlines of a few seconds pass
 BACK, NOT_DEAD = "roles not back", "processes not dead"
@@ -66,6 +67,7 @@ class Fault:
     begun_s: float
     ended_s: float = math.inf
     asked: bool = True  # by us; else by a supervisor
+    hung: bool = False  # by itself: a busy machine may do that
     gone_s: float = 0.0  # when its row was empty, if that is all we know
 
     @property
@@ -255,12 +257,15 @@ def _unasked(
     living: dict[tuple[int, int], tuple[int, int]] = {}  # by row: incarnation and pid
     known: set[tuple[int, int, int]] = set()  # by row and incarnation
     away: dict[tuple[int, int], list[Fault]] = {}
-    of_rows = np.isin(watcher["kind"], (Kind.ROW, Kind.UNWATCHED))
+    silent: dict[tuple[int, int], tuple[int, float]] = {}  # by row: until when, for how long
+    of_rows = np.isin(watcher["kind"], (Kind.ROW, Kind.SILENT, Kind.UNWATCHED))
     for ns, serves, c, b, a, kind in watcher[of_rows].tolist():
         tree, at_s = a // TABLES_MAX, ns / 1e9
         if kind == Kind.UNWATCHED:  # its tree is dead, and that is a fault of its own
             for row in [row for row in away if row[0] == a]:
                 _end(away.pop(row), at_s)
+        if kind == Kind.SILENT:
+            silent[a, b] = ns, serves / 1e9
         if kind != Kind.ROW or b not in ROLE_OF_ROW:
             continue
         role = ROLE_OF_ROW[b]
@@ -272,9 +277,14 @@ def _unasked(
             stood_still = any(pause.hangs(at_s) for pause in pauses.get(last, ()))
             asked = last in hit or stood_still
             known.add((a, b, before))
-            findings.counts[f"restarts that we did not play: {role.words}"] += not asked
+            until_ns, silent_s = silent.get((a, b), (0, 0.0))
+            hung = not asked and until_ns == ns and silent_s >= SILENT_S
+            how = "of who stood still by itself" if hung else "that we did not play"
+            findings.counts[f"restarts {how}: {role.words}"] += not asked
             # It was told to end, or stood still, for some time before its row was empty.
-            fault = Fault(tree, role, Mode.HANG, at_s - UNASKED_S, asked=asked, gone_s=at_s)
+            fault = Fault(
+                tree, role, Mode.HANG, at_s - UNASKED_S, asked=asked, gone_s=at_s, hung=hung
+            )
             found.append(fault)
             away.setdefault((a, b), []).append(fault)
         if incarnation:

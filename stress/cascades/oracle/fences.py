@@ -107,7 +107,7 @@ class Fences:
             if not room.is_explained(faults):
                 findings.violation(UNTOUCHED, room.text)
         for fault in faults.all:
-            if not fault.asked and not self._explain(fault, faults):
+            if not fault.asked and not fault.hung and not self._explain(fault, faults):
                 text = f"{fault.role.words} of tree {fault.tree} at {fault.gone_s:.6f}"
                 findings.violation(UNCAUSED, text)
 

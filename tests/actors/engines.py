@@ -48,6 +48,8 @@ class Ledger:
 
     sent: dict[int, Sent] = field(default_factory=dict)  # by use, which is the first token
     landed: set[int] = field(default_factory=set)
+    #: How prefill's half of a use ended, rank by rank, by its word: whoever lives to see it.
+    ended: dict[tuple[int, int], KVPoll] = field(default_factory=dict)
     uses: int = 0
 
 
@@ -395,6 +397,9 @@ class DecodeEngine(Engine):
         assert sent.room == job.plan.room
         assert row.first_token not in self.ledger.landed, "one sender's bytes, two successes"
         self.ledger.landed.add(row.first_token)
+        theirs = [self.ledger.ended.get((job.use, m.rank)) for m in self.tree.maps]
+        agreed = all(verdict is KVPoll.Success for verdict in theirs)
+        assert agreed, f"room {job.plan.room}: Success, and on prefill {theirs}"
         for m in self.tree.maps:
             same = np.array_equal(self._grid(m.rank)[job.pages], sent.pages[m.rank])
             assert same, f"room {job.plan.room}: Success, and rank {m.rank} has other bytes"

@@ -13,10 +13,12 @@ from pdrt.shm_status import (
     CLAIMED,
     DEADLINE,
     GENERATION_SHIFT,
+    OPENER,
     OWNER_BITS,
     QUIET_BIT,
     SLOT_BYTES,
     STATE_MASK,
+    USE,
     VALUE_MASK,
     StatusTable,
     unpack,
@@ -48,6 +50,8 @@ class Watch:
 
     def __init__(self, tree: Tree, witness: Witness | None = None) -> None:
         self._tree, self._witness = tree, witness
+        assert isinstance(tree.engine, Engine)
+        self._ledger = tree.engine.ledger
         self._words: list[int] = tree.table.words.tolist()
         self._open: set[int] = set()  # slots
         self._unobserved_ns = 0  # when nobody looked at the table, the last time that we saw it
@@ -103,8 +107,17 @@ class Watch:
             raise AssertionError(f"{broken}: {self._tree.name} slot {slot}: {old} -> {new}")
         self._words[slot] = after
         (self._open.add if 0 < after & STATE_MASK < 4 else self._open.discard)(slot)
+        if 0 < before & STATE_MASK < 4 and after & STATE_MASK in TERMINAL:
+            self._note_end(slot, KVPoll(after & STATE_MASK))
         if self._witness is not None:
             self._witness.word(self._tree.role, before, after)
+
+    def _note_end(self, slot: int, verdict: KVPoll) -> None:
+        """How a use ended on prefill: decode's half must not have succeeded without it."""
+        row = self._tree.table._rows[slot]  # nobody gets in between
+        use, rank = int(row[USE // 8]) & VALUE_MASK, int(row[OPENER // 8]) >> 40
+        if self._tree.role is Role.PREFILL and use:
+            self._ledger.ended[use, rank] = verdict
 
     def _broken(self, slot: int, before: int, after: int) -> str:
         """The law that a change of a word breaks; "" if none."""

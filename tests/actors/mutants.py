@@ -20,7 +20,7 @@ from pdrt.engine import room as engine_room
 from pdrt.engine.room import KVRoom
 from pdrt.protocol.messages import Landed
 from pdrt.protocol.peers import TRANSPORT_CODES
-from pdrt.protocol.states import TERMINAL, Event, KVPoll, Role
+from pdrt.protocol.states import TERMINAL, Event, KVPoll, Reason, Role
 from pdrt.shm_status import (
     GENERATION_SHIFT,
     OPENER,
@@ -170,6 +170,32 @@ def no_generation(patch: Patch) -> None:
     patch.setattr(DecodeListener, "_on_landed", untagged)
 
 
+def a_landed_room_fails_on_prefill(patch: Patch) -> None:
+    """Its worker ends it, and tells decode that it has landed."""
+    move = StatusTable.move
+
+    def spoiled(
+        self: StatusTable, slot: int, generation: int, event: Event, *, now_ns: int, **how: Any
+    ) -> bool:
+        if event is not Event.LANDED or self.role is not Role.PREFILL:
+            return move(self, slot, generation, event, now_ns=now_ns, **how)
+        lost = Reason.TRANSPORT_FAILED
+        moved = move(self, slot, generation, Event.FAULT, now_ns=now_ns, reason=lost)
+        return moved and self.set_quiet(slot, generation)
+
+    patch.setattr(StatusTable, "move", spoiled)
+
+
+def no_landed_is_heard(patch: Patch) -> None:
+    """So no room of decode succeeds, and none does what it should not."""
+    patch.setattr(DecodeListener, "_on_landed", lambda self, sender, landed, now_ns: None)
+
+
+def no_abort_is_heard(patch: Patch) -> None:
+    """On decode: its rooms end all the same, by their deadlines."""
+    patch.setattr(DecodeListener, "_on_abort", lambda self, sender, abort, now_ns: None)
+
+
 def one_rank_is_enough(patch: Patch) -> None:
     patch.setattr(engine_room, "agree", max)
 
@@ -202,5 +228,6 @@ MUTANTS: dict[str, Mutant] = {
         one_rank_is_enough,
         cleared_before_quiet,
         ranks_of_any_use,
+        a_landed_room_fails_on_prefill,
     )
 }

@@ -10,6 +10,7 @@ from pdrt.clock import SECOND_NS
 from pdrt.process_rows import NOBODY, Owner
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.shm_status import CLAIMED, pack
+from tests.actors.mutants import a_landed_room_fails_on_prefill, mutated
 from tests.actors.steps import moving, succeeds
 from tests.actors.world import World
 
@@ -81,6 +82,12 @@ def test_a_word_that_was_written_past_the_swap_is_seen() -> None:
         table = world.trees["prefill"].table
         with pytest.raises(AssertionError, match="unseen"):
             table._cas(table._slots + 7 * 128, MOVING, LANDED)
+
+
+def test_a_success_on_decode_beside_a_failure_on_prefill_is_seen() -> None:
+    with World() as world, mutated(a_landed_room_fails_on_prefill):
+        with pytest.raises(AssertionError, match="Success, and on prefill"):
+            succeeds(world, 0)
 
 
 @pytest.mark.parametrize(("side", "verb"), [("decode0", "landed in"), ("prefill", "read from")])

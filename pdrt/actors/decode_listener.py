@@ -154,7 +154,7 @@ class DecodeListener:
             case Resync():
                 self._prefills.on_resync(prefill, message, now_ns)
             case Heartbeat():
-                prefill.heard_ns = now_ns
+                self._prefills.on_beat(prefill, message, now_ns)
                 self._renew(sender, message, now_ns)
 
     def _renew(self, sender: Address, beat: Heartbeat, now_ns: int) -> None:

@@ -26,6 +26,7 @@ from pdrt.protocol.messages import (
     OLDEST,
     VERSION,
     Agent,
+    Heartbeat,
     Hello,
     HelloReply,
     Introduced,
@@ -220,6 +221,13 @@ class Prefills:
             self._table.count(Counter.RESYNCS)
             prefill.stage = Stage.DIALLING
             self._hello(prefill, now_ns)
+
+    def on_beat(self, prefill: Prefill, beat: Heartbeat, now_ns: int) -> None:
+        """Perhaps of a successor of the one that answered our hello: it took our introduction, and
+        knows us by that.  We must not take it for the other until a room is to be sent there."""
+        prefill.heard_ns = now_ns
+        if session_of(beat.instance, beat.epoch) != prefill.session:
+            self.on_resync(prefill, Resync(beat.instance, beat.epoch), now_ns)
 
     def worker_up(self, up: WorkerUp, now_ns: int) -> None:
         """A worker of ours announced itself; a new one changes where bytes may land."""

@@ -6,6 +6,7 @@ import pytest
 
 from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.decodes import COME_PEERS
+from pdrt.actors.prefills import Stage
 from pdrt.actors.transfer import TransferWorker
 from pdrt.protocol.messages import (
     OLDEST,
@@ -27,7 +28,10 @@ from tests.actors.steps import (
     until_verdict,
     verdict,
 )
+from tests.actors.tree import control_of
 from tests.actors.world import TIMEOUTS, World
+
+BEAT_MS = int(1000 * TIMEOUTS.beat_s)
 
 
 def listener_of(world: World) -> DecodeListener:
@@ -344,3 +348,21 @@ def test_a_new_listener_hears_of_its_workers_at_once(world: World, side: str) ->
         world.both(room)
         assert until_verdict(world, room, "prefill", "decode0") < 150
         assert verdict(world, "decode0", room) is KVPoll.Success
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["tree", "listener"])
+def test_a_prefill_that_is_replaced_before_it_is_introduced_is_not_taken_for_its_predecessor(
+    world: World, whole: bool
+) -> None:
+    """Its predecessor answered our hello; it has our introduction, and knows us by that."""
+    prefill = listener_of(world)._prefills.dial(control_of("prefill"), world.clock())
+    world.until(lambda: prefill.stage is Stage.INTRODUCING)
+    predecessor = prefill.session
+    if whole:
+        world.replace("prefill")
+    else:
+        world.trees["prefill"].kill("listener")
+    world.until(lambda: prefill.ready)
+    world.run(3 * BEAT_MS)
+    assert prefill.session != predecessor
+    succeeds(world, 1)

@@ -15,10 +15,12 @@ from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.engine.room import AGAIN_MAX, AGAIN_NS
 from pdrt.engine.sender import KVSender
 from pdrt.mail.mailbox import Address
-from pdrt.protocol.messages import AnyMessage, Destination, Ended, Opened
-from pdrt.protocol.states import Event, Reason
+from pdrt.protocol import codec
+from pdrt.protocol.messages import AnyMessage, Destination, Ended, Landed, Opened
+from pdrt.protocol.states import Event, KVPoll, Reason
 from pdrt.shm_status import Handle, Word
-from tests.actors.steps import succeeds, to_phase, until_verdict
+from tests.actors.post import Frame
+from tests.actors.steps import succeeds, to_phase, until_state, until_verdict, verdict
 from tests.actors.world import World
 
 LISTENER = "listener"
@@ -150,3 +152,37 @@ def test_an_abort_is_told_though_its_slot_is_in_use_again_before_the_listener_lo
     other = KVSender(2, [later], engine.desk)
     other.abort()
     other.clear()
+
+
+def test_what_landed_is_no_lost_peer_because_the_worker_is_slow_to_say_so(world: World) -> None:
+    """What it says to decode's listener is lost with that, and its own listener hears it late."""
+    succeeds(world, 0)
+    kept: list[Frame] = []
+    arrive = world.post._arrive
+
+    def hold(frame: Frame) -> None:
+        from_peer = frame.endpoint.startswith("tcp://")
+        messages = codec.decode(frame.data, from_peer=from_peer)
+        if any(isinstance(message, Ended) for message in messages):
+            kept.append(frame)
+        elif not any(isinstance(message, Landed) and not message.session for message in messages):
+            arrive(frame)
+
+    world.post._arrive = hold  # type: ignore[method-assign]
+    world.both(1, pages_count=4, chunks=4, pace_ms=10)
+    until_state(world, "prefill", 1, KVPoll.Transferring)
+    world.trees["prefill"].freeze("listener")
+    until_verdict(world, 1, "prefill")
+    world.until(lambda: world.job("prefill", 1).cleared)
+    world.trees["prefill"].thaw("listener")
+    listener = world.trees["prefill"].processes["listener"].actor
+    assert isinstance(listener, PrefillListener)
+    world.until(lambda: len(listener._past.vanished) > 0)
+    world.trees["decode0"].kill("listener", again_ms=1)
+    world.run(400)
+    for frame in kept:
+        arrive(frame)
+    until_verdict(world, 1, "decode0", within_ms=1500)
+    assert verdict(world, "decode0", 1) is KVPoll.Success
+    world.post._arrive = arrive  # type: ignore[method-assign]
+    world.settle()

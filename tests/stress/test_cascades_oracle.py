@@ -165,8 +165,8 @@ def dropped_before_its_listener_died(book: Book) -> None:
 
 
 def dropped_after_it(book: Book) -> None:
-    book.signal(1, Role.LISTENER, Mode.KILL)
-    book.back(1, Role.LISTENER, Mode.KILL)
+    book.signal(1, Role.TREE, Mode.KILL)
+    book.back(1, Role.TREE, Mode.KILL)
     book.now += SECOND
     book.add("connector", Kind.CONNECTING, 9, 1)
     book.add("connector", Kind.RESET, 9, 1)

@@ -229,5 +229,7 @@ MUTANTS: dict[str, Mutant] = {
         cleared_before_quiet,
         ranks_of_any_use,
         a_landed_room_fails_on_prefill,
+        no_landed_is_heard,
+        no_abort_is_heard,
     )
 }

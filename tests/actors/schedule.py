@@ -21,6 +21,7 @@ from pdrt.actors import decode_failing, decodes, missing, news, past, prefill_fa
 from pdrt.clock import SECOND_NS
 from pdrt.config import Timeouts
 from pdrt.protocol.states import Reason
+from tests.actors import calm
 from tests.actors.tally import Tally
 from tests.actors.tree import control_of
 from tests.actors.world import LAYOUT, TIMEOUTS, World
@@ -30,8 +31,12 @@ from tests.actors.world import LAYOUT, TIMEOUTS, World
 SIZES = {"small": (8, 400), "medium": (24, 1200), "large": (60, 3000)}
 WEIGHTS = (6, 3, 1)
 
+PAGES_MAX = 5  # of a room
+
 #: In which a world settles; rooms of one id, which follow each other, need some for each.
 SETTLED_MS, ROOM_MS = 20_000, 6_000
+
+CALM = 0.05  # of the seeds are
 
 #: A queue is believed for so long that even that can end within a run.
 PATIENT = replace(TIMEOUTS, queue_s=3.0)
@@ -88,6 +93,7 @@ class Setting:
     foreign: bool = False  # decodes have another KV layout
     preempted: int = 0  # instructions between two that another process gets in between; 0: never
     ids: int = 0  # all rooms share so few, and prefill loses all its memory at once; 0: they do not
+    calm: bool = False  # all that happens to a room is an abort
 
     @property
     def rooms(self) -> int:
@@ -101,6 +107,9 @@ class Setting:
         names = ["prefill", *(f"decode{i}" for i in range(self.decodes))]
         rng = random.Random(self.seed)
         skews_ns = {name: rng.randrange(10**6) * SECOND_NS for name in names if self.skewed}
+        roomy: dict[str, Any] = {}
+        if self.calm:
+            roomy = {"pages_count": PAGES_MAX * self.rooms, "aux_rows": self.rooms}
         world = World(
             self.seed,
             decodes=self.decodes,
@@ -119,6 +128,7 @@ class Setting:
             spin_ms=self.spin_ms,
             renew_ms=self.renew_ms,
             preempted=self.preempted,
+            **roomy,
         )
         weather = world.post.weather
         weather.loss, weather.repeat, weather.delay_ms = self.loss, self.repeat, self.delay_ms
@@ -257,6 +267,9 @@ def setting(seed: int) -> Setting:
         preempted=rng.choice([0, 0, 30, 300]),
         ids=rng.choice([1, 2, 3, *[0] * 37]),
     )
+    if random.Random(seed ^ 0xCA1).random() < CALM:  # the other seeds are what they would be
+        calm = dataclasses.replace(where, calm=True, loss=0.0, brief=False, rooms_max=256)
+        return dataclasses.replace(calm, remembered=0, foreign=False, ids=0)
     if not where.ids:
         return where
     # A use of an id meets what is left of the one before if messages are lost and come again.
@@ -272,6 +285,10 @@ def schedule(where: Setting) -> list[Act]:
     """Rooms, aborts and faults, by time."""
     rng = random.Random(where.seed ^ 0x5EED)
     acts: list[Act] = []
+    if where.calm:
+        for room in range(where.rooms):
+            acts += _calm_room(rng, where, room)
+        return sorted(acts, key=lambda act: act.at_ms)
     reused = rng.random() < 0.4
     shared = where.ids or (1 + where.rooms // 3 if reused else 0)
     for i in range(where.rooms):
@@ -286,7 +303,7 @@ def schedule(where: Setting) -> list[Act]:
 def _room(rng: random.Random, where: Setting, room: int) -> list[Act]:
     decode = f"decode{rng.randrange(where.decodes)}"
     at_ms = rng.randrange(where.busy_ms)
-    pages_count = 1 + room % 5  # the same for each use of an id
+    pages_count = 1 + room % PAGES_MAX  # the same for each use of an id
     chunks = rng.randint(1, pages_count)
     pace_ms = rng.choice([0, 0, 10, 60])
     sender = {"pages_count": pages_count, "chunks": chunks, "pace_ms": pace_ms}
@@ -313,6 +330,24 @@ def _room(rng: random.Random, where: Setting, room: int) -> list[Act]:
             abort_ms = at_ms + rng.choice([0, 5, 20, 50, 100, 300, 600])
             reason = rng.choice([Reason.ABORTED, Reason.CLIENT_GONE, Reason.SHUTDOWN])
             acts.append(Act(abort_ms, "abort", (side, room, reason)))
+    return acts
+
+
+def _calm_room(rng: random.Random, where: Setting, room: int) -> list[Act]:
+    """Both halves, and perhaps an abort."""
+    decode = f"decode{rng.randrange(where.decodes)}"
+    at_ms = rng.randrange(where.busy_ms)
+    pages_count = rng.randint(1, PAGES_MAX)
+    sender = {"pages_count": pages_count, "chunks": rng.randint(1, pages_count)}
+    sender |= {"pace_ms": rng.choice([0, 0, 10, 60]), "eager": rng.random() < 0.3}
+    receiver = {"pages_count": pages_count, "pace_ms": rng.choice([0, 0, 30, 200])}
+    moments = [at_ms + rng.choice([0, 0, 20, 300]) for _ in range(2)]
+    acts = [Act(moments[0], "send", (room, sender))]
+    acts.append(Act(moments[1], "receive", (room, decode, receiver)))
+    while rng.random() < 0.15:
+        abort_ms = at_ms + rng.choice([0, 5, 20, 50, 100, 300, 600])
+        reason = rng.choice([Reason.ABORTED, Reason.CLIENT_GONE, Reason.SHUTDOWN])
+        acts.append(Act(abort_ms, "abort", (rng.choice(["prefill", decode]), room, reason)))
     return acts
 
 
@@ -415,7 +450,12 @@ def run(where: Setting, acts: list[Act], tally: Tally | None = None) -> World:
             for act in acts:
                 world.elapse(act.at_ms - (world.now_ms - start_ms))
                 VERBS[act.verb](world, *act.args)
-            world.settle(SETTLED_MS + ROOM_MS * where.rooms if where.ids else SETTLED_MS)
+            settled_ms = SETTLED_MS + ROOM_MS * where.rooms if where.ids else SETTLED_MS
+            world.settle(settled_ms)
+            if where.calm:
+                calm.check(world)
+            world.serves()
+            world.settle(settled_ms)
         finally:
             if tally is not None:
                 tally.seeds += 1

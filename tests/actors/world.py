@@ -18,7 +18,7 @@ from typing import Any
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, ManualClock
 from pdrt.config import Timeouts
 from pdrt.protocol.layout import Layout
-from pdrt.protocol.states import Reason, Role
+from pdrt.protocol.states import KVPoll, Reason, Role
 from pdrt.shm_status import StatusTable
 from tests.actors.engines import DecodeEngine, Engine, Job, Ledger, Plan, PrefillEngine
 from tests.actors.fabric import Fabric, NixlLike, ShmLike
@@ -40,6 +40,8 @@ TIMEOUTS = Timeouts(
     resend_s=0.05,
 )
 LOOK_NS = 200 * MILLISECOND_NS  # between two looks at everything, when time elapses
+SERVED_MS = 3000  # a room in a world in which all is well
+FRESH_ROOM = 1 << 40  # beyond it, nothing in a world has used an id
 TURNS_MAX = 5000  # in one instant: somebody never sleeps
 
 
@@ -77,6 +79,7 @@ class World:
         self.elapses = False  # while rooms settle, too
         self._looked_ns = 0
         self._born = 0
+        self._fresh_room = FRESH_ROOM
         self._deserted: dict[str, Tree] = {}
         self._retired: list[Tree] = []
         self.zombie_steps = self.rng.randrange(0, 30)
@@ -276,6 +279,35 @@ class World:
             self.run(200, step_ms)
         for watch in self._watches.values():
             watch.close()
+
+    def serves(self, within_ms: int = SERVED_MS) -> None:
+        """Never wedged: once all is settled, whoever lives serves a room with every peer that does.
+        Else a world in which nothing succeeds any more would break no law."""
+        prefill = self.trees.get("prefill")
+        if prefill is None:
+            return
+        for agent in self.fabric.agents.values():
+            agent.failing = 0
+        self.run(int(2000 * self._timeouts.peer_s))  # so that all know who is there
+        fresh: list[tuple[str, int]] = []
+        for tree in self.trees.values():
+            if tree.role is Role.DECODE and tree.shape.layout == prefill.shape.layout:
+                self._fresh_room += 1
+                room = self._fresh_room
+                self.both(room, tree.name)
+                fresh += [("prefill", room), (tree.name, room)]
+        end_ms = self.now_ms + within_ms
+        while late := [half for half in fresh if not self._is_over(*half)]:
+            assert self.now_ms < end_ms, f"wedged: {late} are open after {within_ms} ms"
+            self.run(20)
+        for name, room in fresh:
+            job = self.job(name, room)
+            served = job.verdict is KVPoll.Success
+            assert served, f"not served though all is well: {name}: {job.detail}"
+
+    def _is_over(self, name: str, room: int) -> bool:
+        engine = self.engine(name)
+        return room not in engine.jobs and not any(plan.room == room for plan in engine.plans)
 
     def __enter__(self) -> World:
         return self

@@ -196,6 +196,8 @@ class Protocol(RuleBasedStateMachine):
                 self.do("revive", name)
             world.post.weather.overtaken = 0.0
             world.settle()
+            world.serves()
+            world.settle()
 
 
 def speak(world: World, side: str, rng: random.Random, count: int = 3) -> None:

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pdrt.actors.decode_listener import DecodeListener
 from pdrt.clock import MILLISECOND_NS, SECOND_NS, ManualClock
 from pdrt.config import Timeouts
 from pdrt.protocol.layout import Layout
@@ -286,16 +287,20 @@ class World:
         prefill = self.trees.get("prefill")
         if prefill is None:
             return
+        decodes = [t for t in self.trees.values() if t.role is Role.DECODE]
+        decodes = [t for t in decodes if t.shape.layout == prefill.shape.layout]
         for agent in self.fabric.agents.values():
             agent.failing = 0
+        for tree in decodes:  # to meet for the first time may take longer than a brief deadline
+            listener = tree.processes["listener"].actor
+            assert isinstance(listener, DecodeListener)
+            listener._prefills.dial(control_of("prefill"), tree.clock())
         self.run(int(2000 * self._timeouts.peer_s))  # so that all know who is there
         fresh: list[tuple[str, int]] = []
-        for tree in self.trees.values():
-            if tree.role is Role.DECODE and tree.shape.layout == prefill.shape.layout:
-                self._fresh_room += 1
-                room = self._fresh_room
-                self.both(room, tree.name)
-                fresh += [("prefill", room), (tree.name, room)]
+        for tree in decodes:
+            self._fresh_room += 1
+            self.both(self._fresh_room, tree.name)
+            fresh += [("prefill", self._fresh_room), (tree.name, self._fresh_room)]
         end_ms = self.now_ms + within_ms
         while late := [half for half in fresh if not self._is_over(*half)]:
             assert self.now_ms < end_ms, f"wedged: {late} are open after {within_ms} ms"

@@ -40,6 +40,11 @@ def theirs_of(message: Destination | Expect | Abort | AbortTaken) -> Theirs:
     return message.instance, message.slot, message.generation
 
 
+def first_of(message: Destination | Expect | Abort) -> str:
+    """The session that was sent the destination first."""
+    return message.first if isinstance(message, Destination) else message.session
+
+
 class GivenUp(NamedTuple):
     """A decode's end of a room that is still to be opened here."""
 
@@ -224,8 +229,15 @@ class Past:
             return False
         if isinstance(asked, Expect) and not asked.session:
             return False  # it has not been sent yet
-        first = asked.first if isinstance(asked, Destination) else asked.session
-        return first != self._session
+        return first_of(asked) != self._session
+
+    def settle(self, theirs: Theirs) -> Abort | None:
+        """Nothing of a failed room can land, it turns out.  What its decode is to hear of that, if
+        it has not."""
+        over = self.over.get(theirs)
+        if not isinstance(over, Abort) or over.quiet:
+            return None
+        return self._end((over.room, over.rank), theirs, Reason(over.reason), quiet=True)
 
     def take_given_up(self, key: Key, now_ns: int) -> GivenUp | None:
         """Who gave up the room that has just been opened here, and why."""

@@ -88,7 +88,9 @@ class PrefillListener:
         forgot = partial(table.count, Counter.FORGOTTEN)
         self._past = Past(self._session, to_ns(timeouts.bootstrap_s), forgot=forgot)
         self._failing = Failing(table, mailbox, timeouts, self._decodes, self._past, beating)
-        self._vouching = Vouching(layout.ranks, mailbox, self._past, self._by_id)
+        self._vouching = Vouching(
+            self._session, layout.ranks, mailbox, self._decodes, self._past, self._by_id
+        )
         self._scanned_ns = 0  # 0: never, so rooms may be open or failed that we have not seen
 
     # --- messages --------------------------------------------------------------------------------
@@ -99,6 +101,7 @@ class PrefillListener:
         match message:
             case Destination():
                 self._on_destination(sender, message, now_ns)
+                self._vouching.doubt(message)
             case Opened():
                 handle = Handle(message.room, message.slot, message.generation)
                 self._adopt(handle, message.rank, now_ns)
@@ -112,10 +115,12 @@ class PrefillListener:
                 self._on_heartbeat(sender, message, now_ns)
             case Abort():
                 self._on_abort(sender, message, now_ns)
+                self._vouching.doubt(message)
             case AbortTaken():
                 self._failing.taken(message)
             case Expect():
                 self._on_expect(sender, message, now_ns)
+                self._vouching.doubt(message)
             case Recalled():
                 self._vouching.recalled(message)
             case Hello():

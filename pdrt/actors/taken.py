@@ -73,13 +73,13 @@ class Taken:
         newest, _, use = self._newest.get((instance, slot), NEVER)
         return use if newest == generation else 0
 
-    def recall(self, recall: Recall) -> Recalled:
+    def recall(self, recall: Recall, since: int) -> Recalled:
         """What a listener after the one that gave it away asks the worker: who had it?"""
         slot, generation, instance = theirs = recall.slot, recall.generation, recall.instance
         had = self.had(instance, slot, generation)
         use = self.use_of(instance, slot, generation)
         self.spend(instance, slot, generation)
-        return Recalled(*theirs, had, use)
+        return Recalled(*theirs, had, use, since)
 
     def _note(self, key: tuple[str, int], generation: int, owner: Handle | None, use: int) -> None:
         self._newest[key] = generation, owner, use

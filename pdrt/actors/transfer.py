@@ -82,6 +82,9 @@ class TransferWorker:
         self._listener_row = listener_row
         self._beating = beating
         self._listener = 0  # incarnation that was told last that we are up
+        # Under which we began; 0: there was no worker before us.  None: no listener was there yet.
+        began = table.incarnation(listener_row) or None
+        self._since = 0 if table.me.incarnation == 1 else began
         self._region = region
         self._write_pages_max = max(1, WRITE_BYTES_MAX // region.page_bytes)
         self._clock = clock  # a write may copy for long before it returns
@@ -115,7 +118,7 @@ class TransferWorker:
             case NewsTaken():
                 self._news.taken(sender, message)
             case Recall():
-                self._mailbox.post(LISTENER, self._taken.recall(message))
+                self._on_recall(message)
             case Ended():
                 room = self._rooms.get(message.slot)
                 if room is not None and room.handle.generation == message.generation:
@@ -175,6 +178,12 @@ class TransferWorker:
         room.destination = destination
         failpoints.hit("worker.deliver.before_post")
         self._post(room, now_ns)
+
+    def _on_recall(self, recall: Recall) -> None:
+        if self._since is None:
+            self._since = self._table.incarnation(self._listener_row) or None
+        if self._since is not None:
+            self._mailbox.post(LISTENER, self._taken.recall(recall, self._since))
 
     # --- peers -----------------------------------------------------------------------------------
 

@@ -1,10 +1,13 @@
-"""A worker of prefill's says that a use of a room id has landed, and decode asks whether that may
-be believed, since it sent the destination to several incarnations of the listener.
+"""What predecessors of prefill's listener gave away their worker knows, unless that is dead, too.
+So the worker is asked, and gives it to nobody from then on, should an order of theirs be still on
+its way.  It is asked for two reasons:
 
-It may if no other use had that destination, or will: of all bytes that came, or may come, that use
-is then the only one.  The present listener knows what it gave away itself.  What its predecessors
-gave away their worker knows, unless that is dead, too: so the worker is asked, and gives it to
-nobody from then on, should an order of theirs be still on its way.
+* A worker says that a use of a room id has landed, and decode asks whether that may be believed,
+  since it sent the destination to several incarnations of the listener.  It may if no other use had
+  that destination, or will: of all bytes that came, or may come, that use is then the only one.
+* A room has failed, and decode was not told that it is quiet, since a predecessor was sent its
+  destination first.  It is, if the worker never had it, and was there before that predecessor was:
+  then no dead one had it either.
 """
 
 from __future__ import annotations
@@ -12,34 +15,62 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from pdrt.actors.decodes import worker_link
-from pdrt.actors.past import Key, Past, Room, Theirs, theirs_of
+from pdrt.actors.decodes import Decodes, worker_link
+from pdrt.actors.past import Key, Past, Room, Theirs, first_of, theirs_of
 from pdrt.mail.mailbox import Address, Postman
-from pdrt.protocol.messages import Abort, Expect, Landed, Recall, Recalled
+from pdrt.process_rows import INCARNATION_MASK
+from pdrt.protocol.messages import Abort, Destination, Expect, Landed, Recall, Recalled
 
 
 class Vouching:
     def __init__(
-        self, ranks: int, mailbox: Postman, past: Past, open_rooms: Mapping[Key, Room]
+        self,
+        session: str,
+        ranks: int,
+        mailbox: Postman,
+        decodes: Decodes,
+        past: Past,
+        open_rooms: Mapping[Key, Room],
     ) -> None:
+        self._session = session
         self._ranks = ranks
         self._mailbox = mailbox
+        self._decodes = decodes
         self._past = past
         self._open_rooms = open_rooms
         self._asked: OrderedDict[Theirs, tuple[Address, Expect]] = OrderedDict()
+        self._doubted: OrderedDict[Theirs, int] = OrderedDict()  # who was sent it first
         self._recalled: OrderedDict[Theirs, None] = OrderedDict()
 
     def ask(self, sender: Address, expect: Expect) -> None:
+        """May it be believed that `expect.landed` has landed?"""
         theirs = theirs_of(expect)
         past = self._past
         if theirs in past.vanished:
             return  # in a moment we shall know
         if theirs in past.over or theirs in self._recalled or past.taken.had(*theirs):
             self._answer(sender, expect)
-        elif expect.rank < self._ranks:
+        else:
             past.remember(self._asked, theirs, (sender, expect))
-            instance, slot, generation = theirs
-            self._mailbox.post(worker_link(expect.rank), Recall(slot, generation, instance))
+            self._recall(expect)
+
+    def doubt(self, asked: Destination | Expect | Abort) -> None:
+        """Perhaps its room is quiet after all, if it has failed."""
+        first = first_of(asked)
+        if first == self._session:
+            return
+        theirs = theirs_of(asked)
+        over = self._past.over.get(theirs)
+        instance, _, epoch = first.rpartition("#")
+        ours = instance == self._session.rpartition("#")[0] and epoch.isdecimal()
+        if ours and isinstance(over, Abort) and not over.quiet:
+            self._past.remember(self._doubted, theirs, int(epoch))
+            self._recall(asked)
+
+    def _recall(self, asked: Destination | Expect | Abort) -> None:
+        if asked.rank < self._ranks:
+            recall = Recall(asked.slot, asked.generation, asked.instance)
+            self._mailbox.post(worker_link(asked.rank), recall)
 
     def recalled(self, recalled: Recalled) -> None:
         theirs = recalled.instance, recalled.slot, recalled.generation
@@ -48,6 +79,11 @@ class Vouching:
         self._past.remember(self._recalled, theirs, None)
         if (asked := self._asked.pop(theirs, None)) is not None:
             self._answer(*asked)
+        first = self._doubted.pop(theirs, None)
+        if first is not None and not recalled.taken and is_before(recalled.since, first):
+            abort, decode = self._past.settle(theirs), self._decodes.get(theirs[0])
+            if abort is not None and decode is not None:
+                self._mailbox.post(decode.address, abort)
 
     def _answer(self, sender: Address, expect: Expect) -> None:
         if (answer := self._verdict(expect)) is not None:
@@ -68,3 +104,10 @@ class Vouching:
             past.taken.spend(*theirs)
             return past.land(key, theirs, expect.landed)
         return over
+
+
+def is_before(since: int, epoch: int) -> bool:
+    """Did a worker that began under the listener `since` begin before the listener `epoch` did?
+    Incarnations wrap."""
+    later = (epoch - since) & INCARNATION_MASK
+    return since == 0 or 0 < later <= INCARNATION_MASK // 2

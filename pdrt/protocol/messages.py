@@ -273,7 +273,7 @@ class Deliver(Message, frozen=True, array_like=True, tag=38):
 
 class Recall(Message, frozen=True, array_like=True, tag=40):
     """Listener -> prefill's worker: which use of the room id had this destination?  None gets it
-    any more.  Lost: decode asks the listener again."""
+    any more.  Lost: decode asks the listener again, or says again that it gave up."""
 
     slot: Slot  # decode's handle
     generation: U32
@@ -282,13 +282,15 @@ class Recall(Message, frozen=True, array_like=True, tag=40):
 
 class Recalled(Message, frozen=True, array_like=True, tag=41):
     """Prefill's worker -> listener: the answer to a Recall.  `use` is 0 if nobody had it, or if it
-    was `taken` and the worker does not know any more by whom."""
+    was `taken` and the worker does not know any more by whom.  `since` is the incarnation of the
+    listener under which the worker began; 0 if there was none before it."""
 
     slot: Slot
     generation: U32
     instance: Text
     taken: bool
     use: U40 = 0
+    since: U31 = 0
 
 
 class Chunk(Message, frozen=True, array_like=True, tag=32):

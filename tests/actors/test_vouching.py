@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
+from types import SimpleNamespace
+from typing import cast
 
-from pdrt.actors import past
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdrt.actors import decodes, past
 from pdrt.actors.past import Room
 from pdrt.actors.transfer import TransferWorker
-from pdrt.actors.vouching import Vouching
+from pdrt.actors.vouching import Vouching, is_before
 from pdrt.mail.mailbox import Address
 from pdrt.protocol.messages import Abort, AnyMessage, Destination, Expect, Landed, Recall, Recalled
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.shm_status import Handle
-from tests.actors.steps import until_state, until_verdict, verdict
+from tests.actors.steps import succeeds, until_state, until_verdict, verdict
 from tests.actors.test_uses import landed_unheard
 from tests.actors.world import World
 
@@ -37,6 +42,13 @@ class Post:
         raise NotImplementedError
 
 
+class Decodes:
+    """Knows one."""
+
+    def get(self, instance: str) -> SimpleNamespace | None:
+        return SimpleNamespace(address="decode") if instance == "d" else None
+
+
 class Desk:
     """A listener's vouching, and its worker's answers."""
 
@@ -44,7 +56,8 @@ class Desk:
         self.past = past.Past(SESSION, 0)
         self.open_rooms: dict[past.Key, Room] = {}
         self.post = Post()
-        self.vouching = Vouching(1, self.post, self.past, self.open_rooms)
+        decodes = cast("decodes.Decodes", Decodes())
+        self.vouching = Vouching(SESSION, 1, self.post, decodes, self.past, self.open_rooms)
 
     def ask(self, use: int, rank: int = 0) -> list[AnyMessage]:
         """What is posted for that."""
@@ -52,9 +65,9 @@ class Desk:
         self.vouching.ask("decode", Expect(7, rank, 3, 5, "d", True, FORMER, use))
         return [message for _, message in self.post.sent]
 
-    def recalled(self, *, taken: bool = False, use: int = 0) -> list[AnyMessage]:
+    def recalled(self, *, taken: bool = False, use: int = 0, since: int = 0) -> list[AnyMessage]:
         del self.post.sent[:]
-        self.vouching.recalled(Recalled(3, 5, "d", taken, use))
+        self.vouching.recalled(Recalled(3, 5, "d", taken, use, since))
         return [message for _, message in self.post.sent]
 
 
@@ -120,6 +133,66 @@ def test_what_is_confirmed_is_given_to_nobody_any_more(desk: Desk) -> None:
     assert desk.ask(6) == [landed(4)], "how it was, is the answer"
 
 
+# --- is it quiet? ---------------------------------------------------------------------------------
+
+
+def gave_up(first: str) -> Abort:
+    return Abort(7, 0, 3, 5, "d", Reason.ABORTED, session=first)
+
+
+def given_up(desk: Desk, first: str) -> list[AnyMessage]:
+    """Decode gave up a room of which nothing is known; what the worker is asked for that."""
+    abort = gave_up(first)
+    desk.past.give_up((7, 0), abort, 0, opened=False)
+    del desk.post.sent[:]
+    desk.vouching.doubt(abort)
+    return [message for _, message in desk.post.sent]
+
+
+@pytest.mark.parametrize(
+    ("taken", "since", "quiet"),
+    [(False, 0, True), (False, 1, True), (False, 3, False), (False, 4, False), (True, 0, False)],
+)
+def test_what_the_worker_never_had_is_quiet_if_it_was_there_before_who_was_sent_it_first(
+    taken: bool, since: int, quiet: bool
+) -> None:
+    desk = Desk()
+    desk.past = desk.past.__class__("p#5", 0)
+    desk.vouching = Vouching(
+        "p#5", 1, desk.post, cast("decodes.Decodes", Decodes()), desk.past, desk.open_rooms
+    )
+    assert given_up(desk, "p#3") == [Recall(3, 5, "d")]
+    said = desk.recalled(taken=taken, since=since)
+    assert said == ([desk.past.over[THEIRS]] if quiet else [])
+    over = desk.past.over[THEIRS]
+    assert isinstance(over, Abort)
+    assert over.quiet is quiet
+
+
+@pytest.mark.parametrize("first", [SESSION, "another#1", "?", ""])
+def test_of_what_another_tree_was_sent_first_the_worker_knows_nothing(first: str) -> None:
+    """And of what this listener was sent first, it knows itself."""
+    assert given_up(Desk(), first) == []
+
+
+def test_what_is_no_failed_room_or_is_quiet_already_is_not_asked_for(desk: Desk) -> None:
+    desk.vouching.doubt(gave_up(FORMER))
+    assert desk.post.sent == []
+    given_up(desk, FORMER)
+    desk.recalled()
+    assert given_up(desk, SESSION) == []
+    desk.vouching.doubt(gave_up(FORMER))
+    assert desk.post.sent == []
+
+
+@given(st.integers(1, 2047), st.integers(1, 1000))
+def test_incarnations_wrap(since: int, steps: int) -> None:
+    later = (since + steps) % 2048
+    assert is_before(since, later)
+    assert not is_before(since, since)
+    assert later == 0 or not is_before(later, since)
+
+
 # --- whole trees ---------------------------------------------------------------------------------
 
 
@@ -163,3 +236,21 @@ def test_a_deliver_that_comes_after_the_question_is_refused(world: World) -> Non
     worker.handle("listener", Recall(3, 5, "d"), world.clock())
     destination = Destination(7, 0, 3, 5, "d", 1, b"", 0, FORMER, FORMER)
     assert not worker._taken.take(destination, Handle(7, 1, 9), 6)
+
+
+def test_a_room_that_is_given_up_as_the_listener_dies_costs_no_worker(world: World) -> None:
+    """Its destination is on its way to the dead one, which was sent it first; the room is over on
+    prefill before the next listener looks."""
+    succeeds(world, 0)
+    worker = world.trees["decode0"].processes["worker0"]
+    world.receive(1, pace_ms=20)
+    until_state(world, "decode0", 1, KVPoll.WaitingForInput)
+    world.trees["prefill"].kill("listener", again_ms=60)
+    until_state(world, "decode0", 1, KVPoll.Transferring)
+    world.send(1)
+    until_state(world, "prefill", 1, KVPoll.Bootstrapping)
+    world.abort("prefill", 1)
+    until_verdict(world, 1, "decode0", within_ms=500)
+    world.until(lambda: world.job("decode0", 1).cleared, within_ms=100)
+    assert world.trees["decode0"].processes["worker0"] is worker
+    world.settle()

@@ -33,7 +33,7 @@ TAGS_EVER = """
 38 Deliver           slot generation destination
 39 Declined          room rank generation reason peer
 40 Recall            slot generation instance
-41 Recalled          slot generation instance taken use
+41 Recalled          slot generation instance taken use since
 """
 LOCAL_FROM = 30  # tags of messages that stay inside one process tree
 EVER = {

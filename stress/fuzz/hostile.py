@@ -200,6 +200,7 @@ class Names:
             "pages": self.pages,
             "aux_index": lambda: self.number(2**31 - 1),
             "session": lambda: self.rng.choice((session, session, "", "x#1")),
+            "first": lambda: self.rng.choice((session, session, "", "x#1", "?")),
             "reason": lambda: self.rng.choice((*Reason, 99, 255)),
             "refusal": lambda: self.rng.choice((0, 0, *Reason, 99, 255)),
             "agent_epoch": lambda: self.number(2000),

@@ -30,6 +30,7 @@ EXPLAINED = [
     (words.WORKER_DIED, words.WORKER_DIED, hit(Role.WORKER)),
     (words.TRANSPORT_FAILED, words.PEER_LOST, hit(Role.WORKER, Mode.HANG, tree=2)),
     (words.PEER_LOST, words.PEER_RESTARTED, hit(Role.TREE)),
+    (words.PEER_RESTARTED, words.PEER_RESTARTED, hit(Role.TREE)),  # told by the other half
     (words.ENGINE_DIED, words.ENGINE_DIED, hit(Role.PLAYER, tree=2)),
     (words.STALLED, words.WAITING_TIMEOUT, hit(Role.PLAYER, Mode.PAUSE, away_ms=600)),
 ]

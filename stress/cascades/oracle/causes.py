@@ -87,7 +87,10 @@ def explained(
             silent = faults.outage(others, *span, LOST_S)  # nobody was there who could beat
             return other_failed or silent or touched(both, Role.PLAYER, *MOVERS)
         case words.PEER_RESTARTED:
-            return faults.killed_before(others, half.verdict_s, RESTARTED_S, *WHOLE)
+            # Or it is told so by the other half, which had met the tree before this one's.
+            told = other is not None and other.reason == reason
+            trees = both if told else others
+            return faults.killed_before(trees, half.verdict_s, RESTARTED_S, *WHOLE)
         case words.WORKER_DIED | words.TRANSPORT_FAILED:
             return touched(both, *MOVERS, deadly=True)
         case words.ENGINE_DIED:

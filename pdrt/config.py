@@ -25,6 +25,7 @@ TIMEOUT_MAX_S = 1_000_000
 ROOMS_MAX = 250_000
 HANG_PART = 2 / 3  # of the quiet bound
 HANG_MIN_S = 0.2  # four pulses
+QUIET_MIN_S = 0.3  # of which HANG_MIN_S is that part
 
 #: SGLang's own variables, for the timeouts that mean the same here.  Flags and PDRT_* win.
 SGLANG_BOOTSTRAP = "SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT"
@@ -149,13 +150,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             if not 0.001 <= getattr(self.timeouts, name) <= TIMEOUT_MAX_S:
                 flag = TIMEOUT_FLAGS.get(name, name).replace("_", "-")
                 raise BadConfig(f"--{flag} must be from 0.001 to {TIMEOUT_MAX_S} seconds")
-        hang_s = min(self.timeouts.hang_s, self.timeouts.quiet_s * HANG_PART)
-        if hang_s < HANG_MIN_S:
-            given = f"--quiet-timeout {self.timeouts.quiet_s:g}, --hang-s {self.timeouts.hang_s:g}"
-            raise BadConfig(
-                f"{given}: an actor would count as hung after {hang_s:g} s without a pulse; "
-                f"it needs at least {HANG_MIN_S:g} s"
-            )
+        hang_s, quiet_s = self.timeouts.hang_s, self.timeouts.quiet_s
+        if quiet_s < QUIET_MIN_S:
+            given = f"--quiet-timeout {quiet_s:g}: at least {QUIET_MIN_S:g} seconds"
+            raise BadConfig(f"{given}; a busy actor would look hung in less")
+        if hang_s < HANG_MIN_S:  # no flag sets it
+            raise BadConfig(f"hang_s {hang_s:g}: at least {HANG_MIN_S:g} seconds")
+        hang_s = max(HANG_MIN_S, min(hang_s, quiet_s * HANG_PART))  # 0.3 * 2 / 3 is less than 0.2
         settled = msgspec.structs.replace(self.timeouts, hang_s=hang_s)
         msgspec.structs.force_setattr(self, "timeouts", settled)
 

@@ -2,9 +2,9 @@
 whether what they say comes to an end.
 
 A connection holds a descriptor from the moment it is accepted.  ZMQ ends one that does not finish
-its handshake in time or that does not answer pings, and has no bound on their number.  Nor has it
-one on the frames of a message whose last frame is still to come; nobody but the kernel can say how
-much that is.
+its handshake in time, the kernel one whose host does not answer, and neither has a bound on their
+number.  Nor has ZMQ one on the frames of a message whose last frame is still to come; nobody but
+the kernel can say how much that is.
 """
 
 from __future__ import annotations

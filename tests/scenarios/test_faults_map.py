@@ -11,7 +11,7 @@ import pytest
 
 from tests.test_tidy import ROOT
 
-# 101 reports; the numbers that are missing were of the same kind as another.
+# 101 kinds; the numbers that are missing were reports of the same kind as another.
 IDS = [
     *(1, 2, 3, 5, 6, 7, 10, 12, 13, 15, 17, 18, 19, 21, 23, 24, 25, 26, 28, 29, 30, 33, 34, 36),
     *(37, 39, 40, 42, 43, 44, 45, 47, 48, 50, 51, 53, 54, 55, 56, 59, 60, 62, 63, 65, 66, 68, 69),

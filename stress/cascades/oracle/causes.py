@@ -88,8 +88,7 @@ def explained(
             return other_failed or silent or touched(both, Role.PLAYER, *MOVERS)
         case words.PEER_RESTARTED:
             # Or it is told so by the other half, which had met the tree before this one's.
-            told = other is not None and other.reason == reason
-            trees = both if told else others
+            trees = both if other is not None and other.reason == reason else others
             return faults.killed_before(trees, half.verdict_s, RESTARTED_S, *WHOLE)
         case words.WORKER_DIED | words.TRANSPORT_FAILED:
             return touched(both, *MOVERS, deadly=True)

@@ -185,6 +185,18 @@ def test_what_is_no_failed_room_or_is_quiet_already_is_not_asked_for(desk: Desk)
     assert desk.post.sent == []
 
 
+def test_what_was_asked_longest_ago_is_forgotten_first(
+    desk: Desk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(past, "MEMORY_MAX", 2)
+    for slot in range(5):
+        desk.vouching.ask("decode", Expect(7, 0, slot, 5, "d", True, FORMER, 4))
+    for slot in range(5):
+        del desk.post.sent[:]
+        desk.vouching.recalled(Recalled(slot, 5, "d", False))
+        assert len(desk.post.sent) == (slot >= 3)
+
+
 @given(st.integers(1, 2047), st.integers(1, 1000))
 def test_incarnations_wrap(since: int, steps: int) -> None:
     later = (since + steps) % 2048

@@ -75,21 +75,22 @@ def test_an_end_that_is_told_late_does_not_touch_the_next_use_of_the_id(
     succeeds(world, 1)
 
 
-@pytest.mark.parametrize("restarted", [False, True])
-def test_a_room_that_prefill_does_not_know_is_quiet_only_if_it_was_there_from_the_beginning(
-    world: World, restarted: bool
+@pytest.mark.parametrize("dead", [(), ("listener",), ("worker0", "listener")])
+def test_a_room_that_prefill_does_not_know_is_quiet_if_listener_or_worker_was_there_all_along(
+    world: World, dead: tuple[str, ...]
 ) -> None:
     succeeds(world, 0)
     world.receive(1)
     until_state(world, "decode0", 1, KVPoll.Transferring)
     world.run(50)
-    if restarted:
-        world.trees["prefill"].kill("listener")
+    for name in dead:
+        world.trees["prefill"].kill(name)
         world.run(300)
     world.abort("decode0", 1)
     took_ms = world.until(lambda: world.job("decode0", 1).cleared, within_ms=3000)
-    assert world.trees["decode0"].forced == (["worker0"] if restarted else [])
-    assert restarted or took_ms < 100
+    nobody_knows = len(dead) == 2
+    assert world.trees["decode0"].forced == (["worker0"] if nobody_knows else [])
+    assert nobody_knows or took_ms < 100
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode0"])

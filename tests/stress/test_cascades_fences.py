@@ -137,9 +137,20 @@ def test_the_restart_that_a_room_led_to_is_not_its_cause(away_ms: int) -> None:
     assert findings.found(UNQUIET) == 1
 
 
-def test_who_fails_with_a_fence_needs_a_room_that_waited_for_it() -> None:
-    found = fenced(waited(hit(Role.WORKER), for_ms=900)).judge()
-    assert (found.found(FAILED), found.found(UNQUIET)) == (2, 0)
+@pytest.mark.parametrize(
+    ("for_ms", "moves", "violations"),
+    [
+        (600, False, 2),
+        (1000, False, 0),  # it was idle when that was decided, and so not for long
+        (1000, True, 2),
+        (2050, True, 0),
+    ],
+)
+def test_who_fails_with_a_fence_needs_a_room_that_waited_for_it(
+    for_ms: int, moves: bool, violations: int
+) -> None:
+    found = fenced(waited(hit(Role.WORKER), for_ms=for_ms, moves=moves)).judge()
+    assert (found.found(FAILED), found.found(UNQUIET)) == (violations, 0)
 
 
 def test_a_room_that_waited_in_other_trees_is_no_excuse() -> None:

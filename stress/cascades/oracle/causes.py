@@ -97,7 +97,7 @@ def explained(
         case words.WORKER_FENCED:
             # Who hears of it from the other half may hear it late, its listener being away.
             told = other is not None and other.reason == reason and other.verdict_s
-            return fences.behind(both, min(half.verdict_s, told or half.verdict_s))
+            return fences.behind(both, min(half.verdict_s, told or half.verdict_s), faults)
         case words.SHUTDOWN:
             return half.verdict_s >= ended_s
     return False

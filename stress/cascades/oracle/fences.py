@@ -8,7 +8,7 @@ trees: one that left nobody to speak for it.  And so it is behind each restart t
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from stress.cascades import words
 from stress.cascades.history import Kind
 from stress.cascades.oracle.faults import (
     ACTORS,
+    BEFORE_S,
     MARGIN_S,
     TABLES_MAX,
     WHOLE,
@@ -74,11 +75,20 @@ class Fences:
         self._rooms = rooms
         self._moving = moving
 
-    def behind(self, trees: Iterable[int], verdict_s: float) -> bool:
-        """Was a worker of these trees to be restarted just before?"""
-        return any(
+    def behind(self, trees: Sequence[int], verdict_s: float, faults: Faults) -> bool:
+        """Was a worker of these trees to be restarted just before?  Or was it, though it had been
+        idle when that was decided, with a cause?"""
+        waited = any(
             room.tree in trees and room.begun_s + LONG_S <= verdict_s <= room.ended_s + SEEN_S
             for room in self._rooms
+        )
+        return waited or any(
+            fault.tree in trees
+            and fault.role is Role.WORKER
+            and not (fault.asked or fault.hung)
+            and fault.gone_s - BEFORE_S <= verdict_s <= fault.gone_s + SEEN_S
+            and self._explain(fault, faults)
+            for fault in faults.all
         )
 
     def _explain(self, restart: Fault, faults: Faults) -> bool:

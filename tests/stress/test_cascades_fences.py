@@ -52,6 +52,7 @@ def restarted(book: Book, table: int = DECODE, *, away_ms: int = 1, of: int = wo
 def waited(
     before: Callable[[Book], None],
     *,
+    earlier: Callable[[Book], None] = nothing,
     for_ms: int = 2050,
     room: int = WAITS,
     player: int = 2,
@@ -63,6 +64,7 @@ def waited(
     book = Book()
     opened(book)
     row(book, 1, serves=True, table=table)
+    earlier(book)
     book.half(player, Kind.OPENED, GENERATION, SLOT + 1, room)
     before(book)
     book.half(player, Kind.ABORTED, plan.FIRST, words.ABORTED, room)
@@ -129,6 +131,38 @@ def test_a_room_that_is_not_quiet_has_a_cause_in_its_own_trees(
     findings = fenced(waited(before)).judge()
     assert (findings.found(UNQUIET), findings.found(RESTARTED)) == (1, 1)
     assert findings.found(FAILED) == 0, "the room that waited answers for it"
+
+
+def rest(ms: int) -> Callable[[Book], None]:
+    def before(book: Book) -> None:
+        book.now += ms * 1_000_000
+
+    return before
+
+
+@pytest.mark.parametrize(
+    ("worker", "listener", "rest_ms", "lawful"),
+    [
+        (0, 0, 900, True),
+        (0, 0, 2000, False),  # by then decode knows
+        (0, None, 900, False),
+        (None, 0, 900, False),
+        (1, 0, 900, False),
+        (2, 2, 900, False),  # of prefill, that is
+    ],
+)
+def test_a_decode_may_name_a_dead_listener_and_its_dead_worker_may_have_known(
+    worker: int | None, listener: int | None, rest_ms: int, lawful: bool
+) -> None:
+    """Both of one prefill, the worker in that listener's time, and both before the room began."""
+    earlier = both(
+        nothing if worker is None else hit(Role.WORKER, tree=worker),
+        rest(600),
+        nothing if listener is None else hit(Role.LISTENER, tree=listener),
+        rest(rest_ms),
+    )
+    findings = fenced(waited(nothing, earlier=earlier)).judge()
+    assert findings.found(UNQUIET) == (not lawful)
 
 
 @pytest.mark.parametrize("away_ms", [1, 700])

@@ -128,6 +128,11 @@ class Faults:
             if those[at].ended_s >= from_s:
                 yield those[at]
 
+    def of(self, tree: int, role: Role) -> Iterator[Fault]:
+        """What ended that role there."""
+        found = self._by_tree.get(tree, ())
+        return (fault for fault in found if fault.role is role and fault.counts(deadly=True))
+
     def touching(
         self,
         trees: Iterable[int],

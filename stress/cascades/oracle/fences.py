@@ -35,6 +35,8 @@ IDLE_S = 0.8  # or after one, if it is decode's and seems to move nothing:
 MOVES_S = 0.05  # what moves for less may do so between two looks of its supervisor
 RESTARTED_S = 0.25  # a room may become quiet so long before its worker, told to end, is gone
 SEEN_S = 1.5  # within so long after that the rooms of that worker have failed, and are seen to have
+STALE_S = 1.2  # so long a decode may take a listener of prefill's for the one before it
+TENURE_S = 10.0
 SILENCE_S = 0.5  # a listener that is away for so long may not say in time that a room is quiet
 UNTOUCHED, UNCAUSED = "rooms not quiet without a cause", "restarts without a cause"
 DECODE_TREES = (2, 3)
@@ -65,7 +67,19 @@ class Unquiet:
         # that came meanwhile cannot say which session of prefill's was sent its destination.
         forgotten = bool(touching(Role.PLAYER) and touching(Role.LISTENER))
         silent = is_outage(touching(*ACTORS), self.opened_s, self.ended_s, SILENCE_S)
-        return bool(touching(Role.WORKER, *WHOLE)) or forgotten or silent
+        return bool(touching(Role.WORKER, *WHOLE)) or forgotten or silent or self._is_stale(faults)
+
+    def _is_stale(self, faults: Faults) -> bool:
+        """Decode names the listener that it knows as the one that was sent the destination first.
+        If that was replaced just before, and the worker in its time, nobody can say what the dead
+        worker was given."""
+        prefill = min(self.trees)
+        return any(
+            worker.begun_s <= listener.begun_s <= worker.ended_s + TENURE_S
+            for listener in faults.of(prefill, Role.LISTENER)
+            if listener.begun_s <= self.begun_s and self.opened_s <= listener.ended_s + STALE_S
+            for worker in faults.of(prefill, Role.WORKER)
+        )
 
 
 class Fences:

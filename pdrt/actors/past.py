@@ -330,6 +330,9 @@ class Vanished:
         if room.theirs != NOBODY:
             self._by_theirs[room.theirs] = room
 
+    def get(self, slot: int, generation: int) -> Room | None:
+        return self._rooms.get((slot, generation))
+
     def pop(self, slot: int, generation: int) -> Room | None:
         room = self._rooms.pop((slot, generation), None)
         if room is not None and self._by_theirs.get(room.theirs) is room:

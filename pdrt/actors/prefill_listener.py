@@ -317,6 +317,8 @@ class PrefillListener:
         if room is not None and room.handle.generation == fenced.generation:
             room.fenced = True
             self._look(room, now_ns)
+        elif (room := self._past.vanished.get(fenced.slot, fenced.generation)) is not None:
+            room.fenced = True
         else:
             self._failing.fenced(fenced, now_ns)
 

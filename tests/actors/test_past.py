@@ -16,7 +16,7 @@ from pdrt.engine.room import AGAIN_MAX, AGAIN_NS
 from pdrt.engine.sender import KVSender
 from pdrt.mail.mailbox import Address
 from pdrt.protocol import codec
-from pdrt.protocol.messages import AnyMessage, Destination, Ended, Landed, Opened
+from pdrt.protocol.messages import AnyMessage, Destination, Ended, Fenced, Landed, Opened
 from pdrt.protocol.states import Event, KVPoll, Reason
 from pdrt.shm_status import Handle, Word
 from tests.actors.post import Frame
@@ -185,4 +185,38 @@ def test_what_landed_is_no_lost_peer_because_the_worker_is_slow_to_say_so(world:
     until_verdict(world, 1, "decode0", within_ms=1500)
     assert verdict(world, "decode0", 1) is KVPoll.Success
     world.post._arrive = arrive  # type: ignore[method-assign]
+    world.settle()
+
+
+def test_a_fence_that_is_heard_of_before_the_end_of_its_room_is_not_forgotten(world: World) -> None:
+    """The slot is cleared before prefill's listener looks, and the worker is quicker than the
+    engine to say so."""
+    succeeds(world, 0)
+    kept: list[Frame] = []
+    arrive = world.post._arrive
+
+    def hold(frame: Frame) -> None:
+        messages = codec.decode(frame.data, from_peer=frame.endpoint.startswith("tcp://"))
+        late = any(isinstance(message, Ended | Fenced) for message in messages)
+        (kept.append if late else arrive)(frame)
+
+    world.both(1, pages_count=4, chunks=4, pace_ms=400)
+    until_state(world, "prefill", 1, KVPoll.Transferring)
+    world.run(20)
+    world.trees["prefill"].freeze("listener")
+    world.post._arrive = hold  # type: ignore[method-assign]
+    world.abort("prefill", 1)
+    world.until(lambda: world.job("prefill", 1).cleared)
+    world.trees["prefill"].thaw("listener")
+    listener = world.trees["prefill"].processes["listener"].actor
+    assert isinstance(listener, PrefillListener)
+    world.until(lambda: len(listener._past.vanished) > 0)
+    world.post._arrive = arrive  # type: ignore[method-assign]
+    for kind in (Fenced, Ended):
+        for frame in kept:
+            if any(isinstance(message, kind) for message in codec.decode(frame.data)):
+                arrive(frame)
+        world.run(2)
+    world.until(lambda: world.job("decode0", 1).cleared, within_ms=200)
+    assert world.trees["decode0"].forced == []
     world.settle()

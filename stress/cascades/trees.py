@@ -145,7 +145,7 @@ class Tree:
         return True
 
     def _announced(self) -> dict[str, Any]:
-        lines = self._log.read_text(errors="replace").splitlines()
+        lines = self._log.read_text(errors="replace").split("\n")[:-1]  # the last may be half there
         found = [json.loads(line)["pdrt"] for line in lines if line.startswith('{"pdrt"')]
         if found and found[-1]["pid"] == self.pid:
             facts: dict[str, Any] = found[-1]

@@ -165,6 +165,16 @@ def test_a_decode_may_name_a_dead_listener_and_its_dead_worker_may_have_known(
     assert findings.found(UNQUIET) == (not lawful)
 
 
+@pytest.mark.parametrize(("between_ms", "lawful"), [(300, True), (2000, False)])
+def test_a_worker_that_died_in_the_time_of_an_earlier_listener_is_known(
+    between_ms: int, lawful: bool
+) -> None:
+    """Unless decode may still have named that earlier one."""
+    steps = [hit(Role.WORKER), rest(600), hit(Role.LISTENER), rest(between_ms), hit(Role.LISTENER)]
+    findings = fenced(waited(nothing, earlier=both(*steps, rest(900)))).judge()
+    assert findings.found(UNQUIET) == (not lawful)
+
+
 @pytest.mark.parametrize("away_ms", [1, 700])
 def test_the_restart_that_a_room_led_to_is_not_its_cause(away_ms: int) -> None:
     findings = fenced(waited(nothing, away_ms=away_ms)).judge()

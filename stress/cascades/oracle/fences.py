@@ -8,6 +8,7 @@ trees: one that left nobody to speak for it.  And so it is behind each restart t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -36,7 +37,6 @@ MOVES_S = 0.05  # what moves for less may do so between two looks of its supervi
 RESTARTED_S = 0.25  # a room may become quiet so long before its worker, told to end, is gone
 SEEN_S = 1.5  # within so long after that the rooms of that worker have failed, and are seen to have
 STALE_S = 1.2  # so long a decode may take a listener of prefill's for the one before it
-TENURE_S = 10.0
 SILENCE_S = 0.5  # a listener that is away for so long may not say in time that a room is quiet
 UNTOUCHED, UNCAUSED = "rooms not quiet without a cause", "restarts without a cause"
 DECODE_TREES = (2, 3)
@@ -71,15 +71,19 @@ class Unquiet:
 
     def _is_stale(self, faults: Faults) -> bool:
         """Decode names the listener that it knows as the one that was sent the destination first.
-        If that was replaced just before, and the worker in its time, nobody can say what the dead
-        worker was given."""
+        If that had been replaced just before, and the worker in its time, nobody can say what the
+        dead worker was given."""
         prefill = min(self.trees)
-        return any(
-            worker.begun_s <= listener.begun_s <= worker.ended_s + TENURE_S
-            for listener in faults.of(prefill, Role.LISTENER)
-            if listener.begun_s <= self.begun_s and self.opened_s <= listener.ended_s + STALE_S
-            for worker in faults.of(prefill, Role.WORKER)
-        )
+        deaths = [f for f in faults.of(prefill, Role.LISTENER) if f.begun_s <= self.begun_s]
+        if not deaths or self.opened_s > deaths[-1].ended_s + STALE_S:
+            return False
+        last_s, began_s = deaths[-1].begun_s, -math.inf
+        for death, before in zip(reversed(deaths), reversed(deaths[:-1]), strict=False):
+            if death.begun_s - before.ended_s > STALE_S:
+                began_s = before.ended_s
+                break
+        workers = faults.of(prefill, Role.WORKER)
+        return any(w.begun_s <= last_s and w.ended_s >= began_s for w in workers)
 
 
 class Fences:

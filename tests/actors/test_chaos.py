@@ -14,7 +14,7 @@ from tests.actors import schedule
 
 SEEDS_A_TEST = 30
 ONE = os.environ.get("PDRT_WORLD_SEED")
-COUNT = int(os.environ.get("PDRT_WORLD_SEEDS", "150"))
+COUNT = int(os.environ.get("PDRT_WORLD_SEEDS", "90"))
 FIRSTS = [int(ONE)] if ONE else range(0, COUNT, SEEDS_A_TEST)
 
 

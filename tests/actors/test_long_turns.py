@@ -57,8 +57,8 @@ from pdrt.shm_status import Handle, StatusTable
 from pdrt.transports.base import TransferState
 from tests.actors.world import LAYOUT
 
-ROOMS = 2000
-ITEMS_A_BEAT = 16
+ROOMS = 1000
+ITEMS_A_BEAT = 8
 # How often one line may be run for one item: what is asked of a table is asked several times.
 RUNS_AN_ITEM = 20
 RUNS_MAX = ITEMS_A_BEAT * RUNS_AN_ITEM

@@ -106,7 +106,7 @@ def compare(outcomes: Sequence[Outcome], answers: Sequence[Answer]) -> int:
 
 
 #: Sampling, how many at once, every how many-th prompt.
-GREEDY = (("greedy", 16, 2), ("greedy", 1, 8))  # `bin/test --all` has every prompt
+GREEDY = (("greedy", 16, 3), ("greedy", 1, 9))  # `bin/test --all` has every prompt
 SEEDED = (("seeded", 16, 8), ("seeded", 1, 20))
 EVERYTHING = (("greedy", 16, 1), ("greedy", 1, 1), ("seeded", 16, 1), ("seeded", 1, 1))
 

@@ -96,8 +96,9 @@ def descriptors(cluster: Cluster) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("router", "count"),
     [
-        ("sglang-router", 200),
-        ("smg", 24),
+        ("sglang-router", 100),
+        ("smg", 16),
+        pytest.param("sglang-router", 200, marks=pytest.mark.slow),
         pytest.param("smg", 200, marks=pytest.mark.slow),
     ],
 )

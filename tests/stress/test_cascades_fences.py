@@ -239,6 +239,19 @@ def test_an_idle_worker_of_decode_is_restarted_sooner(
     assert done(book).judge().found(RESTARTED) == (not lawful)
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_who_is_killed_before_its_pid_is_seen_is_asked_for(killed: bool) -> None:
+    book = honest()
+    row(book, 1, serves=True, table=DECODE, of=words.LISTENER)
+    row(book, 0, serves=False, table=DECODE, of=words.LISTENER)
+    book.add("watcher", Kind.ROW, 0, DECODE, words.LISTENER, 2 << 32)  # its pid is yet to come
+    if killed:
+        book.signal(2, Role.LISTENER, Mode.KILL, pid=999)
+        book.back(2, Role.LISTENER, Mode.KILL, pid=999)
+    row(book, 3, serves=True, table=DECODE, of=words.LISTENER)
+    assert book.judge().found(RESTARTED) == 2 - killed
+
+
 @pytest.mark.parametrize(("of", "role"), [(words.LISTENER, Role.LISTENER), (8, Role.WORKER)])
 @pytest.mark.parametrize(
     ("mode", "stopped_ms", "lawful"),

@@ -21,6 +21,7 @@ AFTERMATH_S = 4.5  # of a tree: peers miss it for as long as it may be silent, a
 BEFORE_S = 0.1
 UNASKED_S = 0.5  # it may have stood still, or been told to end, for so long
 PAUSED_S = 0.5  # a shorter pause lets no deadline pass
+MASK_PID = np.uint64(0xFFFF_FFFF)
 SILENT_S = 0.19  # no pulse for 0.2 s is hung
 HUNG_S = 0.1  # a shorter one hangs nobody: a supervisor waits for twice as long
 OUTAGE_S = 1.0  # actors that are away for so long may let deadlines of a few seconds pass
@@ -263,6 +264,10 @@ def _unasked(
     known: set[tuple[int, int, int]] = set()  # by row and incarnation
     away: dict[tuple[int, int], list[Fault]] = {}
     silent: dict[tuple[int, int], tuple[int, float]] = {}  # by row: until when, for how long
+    rows = watcher[(watcher["kind"] == Kind.ROW) & np.isin(watcher["b"], list(ROLE_OF_ROW))]
+    trees, pids = (rows["a"] // TABLES_MAX).tolist(), (rows["c"] & MASK_PID).tolist()
+    seen = set(zip(trees, pids, strict=True))
+    unseen = [(tree, role) for (tree, pid), role in hit.items() if (tree, pid) not in seen]
     of_rows = np.isin(watcher["kind"], (Kind.ROW, Kind.SILENT, Kind.UNWATCHED))
     for ns, serves, c, b, a, kind in watcher[of_rows].tolist():
         tree, at_s = a // TABLES_MAX, ns / 1e9
@@ -281,6 +286,9 @@ def _unasked(
         if replaced and hit.get(last) not in (role, *WHOLE):
             stood_still = any(pause.hangs(at_s) for pause in pauses.get(last, ()))
             asked = last in hit or stood_still
+            if not last_pid and (tree, role) in unseen:  # killed before the watcher saw its pid
+                unseen.remove((tree, role))
+                asked = True
             known.add((a, b, before))
             until_ns, silent_s = silent.get((a, b), (0, 0.0))
             hung = not asked and until_ns == ns and silent_s >= SILENT_S

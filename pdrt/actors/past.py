@@ -16,7 +16,7 @@ from typing import NamedTuple, TypeVar
 from pdrt import failpoints
 from pdrt.actors.base import Beating
 from pdrt.actors.taken import Taken
-from pdrt.clock import MILLISECOND_NS, SECOND_NS
+from pdrt.clock import SECOND_NS
 from pdrt.protocol.messages import Abort, AbortTaken, Destination, Expect, Landed
 from pdrt.protocol.peers import instance_digest
 from pdrt.protocol.states import Reason, told_by_peer
@@ -24,7 +24,7 @@ from pdrt.shm_status import Handle
 
 MEMORY_MAX = 65536  # of each kind
 EARLY_BYTES_MAX = 256 << 20  # of page numbers in destinations that wait for our half
-VANISHED_NS = 1000 * MILLISECOND_NS  # how long the end of a cleared room may be under way to us
+VANISHED_NS = SECOND_NS  # how long the end of a cleared room may be under way to us
 MISSED_MAX, MISSED_OF_SLOT = 8192, 16  # rooms whose end may be under way, in all and of a slot
 EARLY_NS = 5 * SECOND_NS  # a decode asks after its destination once a second
 

@@ -14,7 +14,6 @@ from pdrt.process_rows import Owner
 from pdrt.protocol.states import Event, KVPoll, Reason
 from pdrt.shm_status import QUIET_BIT
 from stress.models import check
-from stress.models.check import Unusable
 from stress.models.replay import (
     RECORDED,
     WORLDS,
@@ -26,6 +25,7 @@ from stress.models.replay import (
     simulate,
 )
 from stress.models.traces import Diverged
+from tests.stress.damaged import DAMAGED, refuses
 
 needs_spin = pytest.mark.skipif(bool(check.missing()), reason=check.missing())
 
@@ -145,13 +145,9 @@ def test_a_trace_that_cannot_be_is_not_replayed(lines):
         replay(parse(lines))
 
 
-@pytest.mark.parametrize("damaged", ["{} 1", "EV {}", "EV", "EVENT 1"])
+@pytest.mark.parametrize("damaged", DAMAGED)
 def test_a_line_that_is_not_understood_is_not_passed_over(damaged):
-    """Or a model that comes to tell it in other words is replayed with nothing compared."""
-    line = recorded(*RECORDED[0]).read_text().splitlines()[0]
-    assert len(parse(f"spin says more\n{line}\n")) == 1
-    with pytest.raises(Unusable, match="not understood"):
-        parse(f"{line}\n{damaged.format(line)}\n")
+    refuses(parse, recorded(*RECORDED[0]), damaged)
 
 
 @needs_spin

@@ -30,6 +30,7 @@ from multiprocessing import context, reduction
 from typing import Any, BinaryIO, NoReturn
 
 from pdrt.errors import BadConfig
+from pdrt.supervision import Spent
 
 logger = logging.getLogger("pdrt.supervisor")
 
@@ -167,6 +168,11 @@ class ChildProcess:
         self._popen = popen
         self.pid = popen.pid
         self.pidfd = os.pidfd_open(self.pid)
+        try:
+            self._schedstat = os.open(f"/proc/{self.pid}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            os.close(self.pidfd)
+            raise
 
     @property
     def exit_code(self) -> int | None:
@@ -217,20 +223,24 @@ class ChildProcess:
             return False
         return False
 
+    def spent(self) -> Spent:
+        """Of its main thread, by a descriptor of our own: even where no other is left."""
+        try:
+            ran, waited, _ = os.pread(self._schedstat, 96, 0).split()
+        except ProcessLookupError:  # it is gone
+            return Spent()
+        return Spent(int(ran), int(waited))
+
     def waits_ns(self) -> dict[int, int]:
         """How long each thread, in all, has been ready to run and had no CPU.  The kernel adds a
         wait when it is over."""
         return {thread: int(text.split()[1]) for thread, text in self._threads("schedstat")}
 
-    def uninterruptible(self) -> bool:
-        """Whether its main thread waits inside the kernel, for a disk as a rule."""
-        return self._state() == "D"
-
     def stopped(self) -> bool:
         """By a signal, or by a debugger."""
-        return self._state() in ("T", "t")
+        return self.state() in ("T", "t")
 
-    def _state(self) -> str:
+    def state(self) -> str:
         """Of its main thread, as /proc has it; "" if we may open no descriptor to look."""
         try:
             with open(f"/proc/{self.pid}/stat") as text:
@@ -251,6 +261,7 @@ class ChildProcess:
 
     def close(self) -> None:
         os.close(self.pidfd)
+        os.close(self._schedstat)
 
     def _signal(self, signum: int) -> None:
         try:

@@ -67,6 +67,15 @@ class Child:
             self.promoter.close()
             self.promoter = None
 
+    def rise(self, value: int, now_ns: int) -> None:
+        assert self.process is not None
+        self.phase, self.been_up = Phase.UP, True
+        self.pulse = Pulse(value, now_ns, self.process.spent())
+
+    def feel(self, value: int, now_ns: int) -> None:
+        assert self.process is not None
+        self.pulse.feel(value, now_ns, self.process)
+
     def is_hung(self, now_ns: int) -> bool:
         assert self.process is not None
         limit_ns = to_ns(self.spec.hang_s)

@@ -7,9 +7,9 @@ says when restarting has become pointless.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from pdrt.errors import BadConfig
 
@@ -118,27 +118,46 @@ class ChildState:
     standby: bool = False  # nobody misses it before another child dies
 
 
+class Spent(NamedTuple):
+    """What a thread has done in all.  The kernel adds a wait when it is over."""
+
+    ran_ns: int = 0
+    waited_ns: int = 0  # ready to run, without a CPU
+
+
 class Excuses(Protocol):
     """Why a process may be silent without being hung."""
+
+    def spent(self) -> Spent:
+        """By its main thread, whose pulse it is.  Cheap: asked at every pulse."""
+
+    def state(self) -> str:
+        """Of its main thread, as /proc has it: R, S, D, T, …; empty if nobody can look."""
 
     def waits_ns(self) -> dict[int, int]:
         """How long each of its threads, in all, has been ready to run and had no CPU."""
 
-    def uninterruptible(self) -> bool:
-        """Whether its main thread waits inside the kernel, and not even SIGKILL would end that."""
+
+class Half(NamedTuple):
+    """What was seen half-way to the limit."""
+
+    ran_ns: int
+    waits_ns: dict[int, int]  # by thread
 
 
 @dataclass
 class Pulse:
-    """When a child last showed life, and how much of the silence since is not its own."""
+    """When a child last showed life, and how much of the silence since is its own."""
 
     value: int = 0
     changed_ns: int = 0
-    waits_ns: dict[int, int] | None = None  # by thread, half-way to the limit
+    spent: Spent = field(default_factory=Spent)  # by then
+    half: Half | None = None
 
-    def feel(self, value: int, now_ns: int) -> None:
+    def feel(self, value: int, now_ns: int, excuses: Excuses) -> None:
         if value != self.value:
-            self.value, self.changed_ns, self.waits_ns = value, now_ns, None
+            self.value, self.changed_ns, self.half = value, now_ns, None
+            self.spent = excuses.spent()
 
     def is_hung(self, now_ns: int, *, limit_ns: int, excuses: Excuses) -> bool:
         """Silent for longer than the limit, not counting time in which it had no CPU; and not while
@@ -146,14 +165,19 @@ class Pulse:
         silent_ns = now_ns - self.changed_ns
         if silent_ns <= limit_ns // 2:
             return False
-        if not self.waits_ns:  # none yet, or no descriptor to look with
-            self.waits_ns = excuses.waits_ns()
+        if self.half is None or not self.half.waits_ns:  # or there was no descriptor to look with
+            self.half = Half(excuses.spent().ran_ns, excuses.waits_ns())
         if silent_ns <= limit_ns:
             return False
         if silent_ns > EXCUSED_MAX * limit_ns:
             return True
-        starved = starved_ns(self.waits_ns, excuses.waits_ns())
-        return silent_ns - starved > limit_ns and not excuses.uninterruptible()
+        state, spent = excuses.state(), excuses.spent()
+        own_ns = silent_ns - (spent.waited_ns - self.spent.waited_ns)
+        if state == "R":  # perhaps it waits for a CPU now, and no count has that wait
+            own_ns = min(own_ns, limit_ns // 2 + spent.ran_ns - self.half.ran_ns)
+        else:  # perhaps for another thread, which has no CPU
+            own_ns = min(own_ns, silent_ns - starved_ns(self.half.waits_ns, excuses.waits_ns()))
+        return own_ns > limit_ns and state != "D"
 
 
 def starved_ns(before: Mapping[int, int], after: Mapping[int, int]) -> int:

@@ -32,7 +32,6 @@ from pdrt.supervision import (
     ChildSpec,
     ChildState,
     Phase,
-    Pulse,
     Restart,
     backoff_s,
     deaths_within,
@@ -269,12 +268,11 @@ class Supervisor:
             self._quarantine(child)
 
     def _rise(self, child: Child) -> None:
-        child.phase, child.been_up = Phase.UP, True
-        child.pulse = Pulse(self._board.pulse(child.spec.row), self._loop.now_ns)
+        child.rise(self._board.pulse(child.spec.row), self._loop.now_ns)
         logger.info("ready name=%s incarnation=%d", child.spec.name, child.incarnation)
 
     def _feel_pulse(self, child: Child) -> None:
-        child.pulse.feel(self._board.pulse(child.spec.row), self._loop.now_ns)
+        child.feel(self._board.pulse(child.spec.row), self._loop.now_ns)
         if child.is_hung(self._loop.now_ns):
             self._kill(child, f"hung: no pulse for {child.spec.hang_s:g} s")
 

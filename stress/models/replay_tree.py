@@ -21,7 +21,7 @@ from pdrt.child import ChildProcess, Promoter
 from pdrt.children import Child, standby_for, standby_may_come
 from pdrt.clock import to_ns
 from pdrt.loop import Loop
-from pdrt.supervision import ChildSpec, Phase
+from pdrt.supervision import ChildSpec, Phase, Spent
 from pdrt.supervisor import Supervisor
 from stress.models import traces
 from stress.models.traces import TRACES, Diverged
@@ -105,11 +105,14 @@ class Process:
     def describe_exit(self) -> str:
         return "it died"
 
+    def spent(self) -> Spent:
+        return Spent()
+
     def waits_ns(self) -> dict[int, int]:
         return {}
 
-    def uninterruptible(self) -> bool:
-        return False
+    def state(self) -> str:
+        return "S"
 
     def stopped(self) -> bool:
         return False  # the model's are late, or not

@@ -29,7 +29,7 @@ from pdrt.engine.manager import KVManager
 from pdrt.errors import AttachFailed
 from pdrt.protocol.codec import encode
 from pdrt.protocol.messages import OLDEST, VERSION, Agent, Hello, Introduction
-from pdrt.supervision import Pulse
+from pdrt.supervision import Pulse, Spent
 from tests.faults.traffic import Phase, Route, all_over, finish, recover, run, succeed
 from tests.faults.trees import SERIES, Tree, make_model
 from tests.waiting import wait_until
@@ -152,25 +152,30 @@ def test_a_supervisor_without_descriptors_says_so_keeps_its_rooms_and_recovers(n
         succeed(net.route, 2)
 
 
-def test_a_child_that_cannot_be_looked_at_gets_no_excuse_and_later_no_double_one(
+def test_a_child_that_cannot_be_looked_at_gets_one_excuse_and_later_no_double_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its supervisor may open nothing in /proc, and must not end of that."""
+    """Its supervisor may open nothing in /proc, and must not end of that.  The descriptor it has
+    tells it what the child has waited."""
 
-    def none_left(*_: object) -> list[str]:
+    def none_left(*_: object, **__: object) -> list[str]:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as popen:
-        process, pulse = ChildProcess(popen), Pulse(1, 0)
+        process = ChildProcess(popen)
         try:
-            wait_until(lambda: sum(process.waits_ns().values()), 10, "it to have waited for a CPU")
+            wait_until(lambda: process.spent().waited_ns, 10, "it to have waited for a CPU")
+            wait_until(lambda: process.state() == "S", 10, "it to wait for its input")
+            pulse, starved = Pulse(1, 0, process.spent()), Pulse(1, 0, Spent())
             with monkeypatch.context() as patch:
                 patch.setattr(os, "listdir", none_left)
+                patch.setattr("builtins.open", none_left)
                 assert not pulse.is_hung(60, limit_ns=100, excuses=process)
                 assert process.waits_ns() == {}
-                assert not process.uninterruptible()
+                assert process.state() == ""
                 assert pulse.is_hung(101, limit_ns=100, excuses=process)
+                assert not starved.is_hung(101, limit_ns=100, excuses=process)
             # What it waited before anybody could look is no excuse for now.
             assert pulse.is_hung(101, limit_ns=100, excuses=process)
         finally:

@@ -111,6 +111,21 @@ def test_a_listener_that_is_away_for_long_is_a_lost_peer(away_ms: int, explained
     assert book.judge().found("untouched rooms failed") == (not explained)
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_half_without_a_verdict_may_have_told_the_other_why_it_failed(dies: bool) -> None:
+    """Prefill's tree is new; its decode had met the one before, says so, and its engine dies."""
+    book = Book()
+    opened(book)
+    hit(Role.TREE)(book)
+    if dies:
+        hit(Role.PLAYER, tree=2)(book)
+    ended(book, 0, words.FAILED, words.PEER_RESTARTED)
+    if not dies:
+        ended(book, 2, words.FAILED, words.PEER_LOST)
+    over(book)
+    assert book.judge().found("untouched rooms failed") == (not dies)
+
+
 def test_what_several_outages_cover_is_counted_once() -> None:
     spans = [(0.0, 2.0), (1.5, 3.0), (2.0, 2.5), (5.0, 6.0), (8.0, math.inf)]
     assert covered_s(spans, 1.0, 9.0) == 2.0 + 1.0 + 1.0

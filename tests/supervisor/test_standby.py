@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from pdrt import child
 from pdrt.clock import MILLISECOND_NS
-from pdrt.supervision import EXCUSED_MAX, ChildSpec, ChildState, Pulse, starved_ns
+from pdrt.supervision import EXCUSED_MAX, ChildSpec, ChildState, Pulse, Spent, starved_ns
 from pdrt.supervisor import Phase, Supervisor
 from tests.supervisor import kids
 from tests.supervisor.kids import MemoryBoard, pid_of, spec, supervised, turn_until, words
@@ -179,55 +179,103 @@ def test_a_standby_may_wait_on_a_descriptor_of_any_number(monkeypatch: pytest.Mo
 
 
 @dataclass
-class Waits:
-    """A process that has waited for a CPU, or for a disk."""
+class Scheduled:
+    """A process as the kernel sees it: its main thread runs, sleeps, or waits for a CPU, and what
+    it has waited is not counted before the wait is over."""
 
-    starved: int = 0
-    on_disk: bool = False
+    is_at: str = "S"
+    ran_ns: int = 0
+    slept_ns: int = 0
+    waited_ns: int = 0
+    waiting_ns: int = 0  # and still does
+    others_ns: int = 0
+
+    def spends(self, doing: str, duration_ns: int) -> None:
+        if doing == "waits":
+            self.is_at, self.waiting_ns = "R", self.waiting_ns + duration_ns
+            return
+        self.waited_ns, self.waiting_ns = self.waited_ns + self.waiting_ns, 0
+        if doing == "runs":
+            self.is_at, self.ran_ns = "R", self.ran_ns + duration_ns
+        else:
+            self.is_at, self.slept_ns = "S", self.slept_ns + duration_ns
+
+    @property
+    def own_ns(self) -> int:
+        return self.ran_ns + self.slept_ns
+
+    def spent(self) -> Spent:
+        return Spent(self.ran_ns, self.waited_ns)
+
+    def state(self) -> str:
+        return self.is_at
 
     def waits_ns(self) -> dict[int, int]:
-        return {1: self.starved, 2: self.starved // 2, 3: 0}
-
-    def uninterruptible(self) -> bool:
-        return self.on_disk
+        return {1: self.waited_ns, 2: self.others_ns, 3: 0}
 
 
-STEP_MS_MAX = 50
+Steps = list[tuple[str, int]]  # what it does, and for how many milliseconds
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["runs", "sleeps", "waits"]), st.integers(1, 300)), max_size=60
+)
 
 
-@given(st.lists(st.tuples(st.integers(1, STEP_MS_MAX), st.floats(0, 1)), min_size=1, max_size=60))
-@example([(1, 0.0)] * 4 + [(1, 1.0)] + [(50, 1.0)] * 2 + [(50, 0.0), (46, 0.0)])
-def test_time_without_a_cpu_is_never_held_against_a_child(steps: list[tuple[int, float]]) -> None:
-    """Whatever part of each moment it was starved: it is hung only after half the limit of its own
-    time, since what came before the first look, at half of the limit or a step later, is not
-    counted."""
-    pulse, waits = Pulse(1, 0), Waits()
-    now_ns = 0
-    for step_ms, starved_part in steps:
-        step_ns = step_ms * MILLISECOND_NS
-        now_ns += step_ns
-        waits.starved += int(step_ns * starved_part)
-        if pulse.is_hung(now_ns, limit_ns=LIMIT_NS, excuses=waits):
-            assert now_ns - waits.starved > LIMIT_NS // 2 - STEP_MS_MAX * MILLISECOND_NS
-            assert now_ns > LIMIT_NS
+@given(before=STEPS, after=STEPS)
+@example(
+    before=[("waits", 300)], after=[("sleeps", 150), ("sleeps", 51)]
+)  # it is hung all the same
+@example(before=[], after=[("waits", 99), ("runs", 101), ("waits", 1)])
+@example(before=[], after=[("runs", 1), ("waits", 300), ("waits", 300)])
+def test_time_without_a_cpu_is_never_held_against_a_child(before: Steps, after: Steps) -> None:
+    """It is hung once the limit is over in its own time; while it is ready, once it has run half of
+    the limit after half of the limit."""
+    process = Scheduled()
+    for doing, duration_ms in before:
+        process.spends(doing, duration_ms * MILLISECOND_NS)
+    now_ns, pulse = 0, Pulse(1, 0, process.spent())
+    own_ns, waiting_ns, half_ran_ns = process.own_ns, process.waiting_ns, None
+    for doing, duration_ms in after:
+        now_ns += duration_ms * MILLISECOND_NS
+        process.spends(doing, duration_ms * MILLISECOND_NS)
+        if half_ran_ns is None and now_ns > LIMIT_NS // 2:
+            half_ran_ns = process.ran_ns
+        if pulse.is_hung(now_ns, limit_ns=LIMIT_NS, excuses=process):
+            assert process.own_ns - own_ns > LIMIT_NS or now_ns > EXCUSED_MAX * LIMIT_NS
+        elif doing == "sleeps":  # a wait that began before the pulse is an excuse at its end
+            assert process.own_ns - own_ns <= LIMIT_NS + waiting_ns
+        elif half_ran_ns is not None:
+            loops_ns = process.ran_ns - half_ran_ns
+            assert loops_ns <= LIMIT_NS // 2 or process.own_ns - own_ns <= LIMIT_NS + waiting_ns
 
 
 def test_a_child_that_had_its_cpu_is_hung_right_after_the_limit() -> None:
-    pulse, waits = Pulse(1, 0), Waits(starved=10**12)
+    process = Scheduled(waited_ns=10**12, others_ns=10**12)
+    pulse = Pulse(1, 0, process.spent())
     for now_ms in range(0, 200, 50):
-        assert not pulse.is_hung(now_ms * MILLISECOND_NS, limit_ns=LIMIT_NS, excuses=waits)
-    assert pulse.is_hung(LIMIT_NS + 1, limit_ns=LIMIT_NS, excuses=waits)
-    pulse.feel(2, LIMIT_NS + 1)
-    assert not pulse.is_hung(LIMIT_NS + 2, limit_ns=LIMIT_NS, excuses=waits)
+        assert not pulse.is_hung(now_ms * MILLISECOND_NS, limit_ns=LIMIT_NS, excuses=process)
+    assert pulse.is_hung(LIMIT_NS + 1, limit_ns=LIMIT_NS, excuses=process)
+    pulse.feel(2, LIMIT_NS + 1, process)
+    assert not pulse.is_hung(LIMIT_NS + 2, limit_ns=LIMIT_NS, excuses=process)
 
 
-@pytest.mark.parametrize("waits", [Waits(on_disk=True), Waits()])
-def test_no_excuse_lasts_for_ever(waits: Waits) -> None:
-    pulse = Pulse(1, 0)
+@pytest.mark.parametrize("excuse", ["on disk", "ready", "starved", "its threads are starved"])
+def test_no_excuse_lasts_for_ever(excuse: str) -> None:
+    process = Scheduled(is_at={"on disk": "D", "ready": "R"}.get(excuse, "S"))
+    pulse = Pulse(1, 0, process.spent())
     for now_ns in range(0, EXCUSED_MAX * LIMIT_NS, LIMIT_NS // 2):
-        waits.starved = 0 if waits.on_disk else now_ns
-        assert not pulse.is_hung(now_ns, limit_ns=LIMIT_NS, excuses=waits)
-    assert pulse.is_hung(EXCUSED_MAX * LIMIT_NS + 1, limit_ns=LIMIT_NS, excuses=waits)
+        if "starved" in excuse:
+            process.others_ns = now_ns
+            process.waited_ns = now_ns if excuse == "starved" else 0
+        assert not pulse.is_hung(now_ns, limit_ns=LIMIT_NS, excuses=process)
+    assert pulse.is_hung(EXCUSED_MAX * LIMIT_NS + 1, limit_ns=LIMIT_NS, excuses=process)
+
+
+def test_threads_that_starve_are_no_excuse_for_one_that_loops() -> None:
+    process = Scheduled(is_at="R")
+    pulse = Pulse(1, 0, process.spent())
+    for now_ns in range(0, 2 * LIMIT_NS, LIMIT_NS // 2 + 1):
+        process.ran_ns = process.others_ns = now_ns
+        assert pulse.is_hung(now_ns, limit_ns=LIMIT_NS, excuses=process) is (now_ns > LIMIT_NS)
 
 
 def test_a_process_knows_how_long_it_starved(board: MemoryBoard) -> None:
@@ -240,10 +288,12 @@ def test_a_process_knows_how_long_it_starved(board: MemoryBoard) -> None:
             os.sched_setaffinity(pid_of(state(supervisor, row)), {cpu})
         process = supervisor._children[0].process
         assert process is not None
-        before_ns = process.waits_ns()
-        turn_until(
-            supervisor,
-            lambda: starved_ns(before_ns, process.waits_ns()) > 100 * MILLISECOND_NS,
-            "a tenth of a second without the CPU",
-        )
-        assert not process.uninterruptible()
+        before_ns, before = process.waits_ns(), process.spent()
+
+        def both_starved() -> bool:
+            waited_ns = process.spent().waited_ns - before.waited_ns
+            return min(waited_ns, starved_ns(before_ns, process.waits_ns())) > 100 * MILLISECOND_NS
+
+        turn_until(supervisor, both_starved, "a tenth of a second without the CPU")
+        assert process.spent().ran_ns > before.ran_ns
+        assert process.state() == "R"

@@ -87,8 +87,10 @@ def explained(
             silent = faults.outage(others, *span, LOST_S)  # nobody was there who could beat
             return other_failed or silent or touched(both, Role.PLAYER, *MOVERS)
         case words.PEER_RESTARTED:
-            # Or it is told so by the other half, which had met the tree before this one's.
-            trees = both if other is not None and other.reason == reason else others
+            # Or it is told so by the other half, which had met the tree before this one's, and
+            # whose engine may have died before it saw its verdict.
+            told = other is not None and (other.reason == reason or not other.verdict_s)
+            trees = both if told else others
             return faults.killed_before(trees, half.verdict_s, RESTARTED_S, *WHOLE)
         case words.WORKER_DIED | words.TRANSPORT_FAILED:
             return touched(both, *MOVERS, deadly=True)
@@ -96,8 +98,10 @@ def explained(
             return touched(both, Role.PLAYER, *WHOLE, deadly=True)
         case words.WORKER_FENCED:
             # Who hears of it from the other half may hear it late, its listener being away.
-            told = other is not None and other.reason == reason and other.verdict_s
-            return fences.behind(both, min(half.verdict_s, told or half.verdict_s), faults)
+            told_s = half.verdict_s
+            if other is not None and other.reason == reason:
+                told_s = min(told_s, other.verdict_s)
+            return fences.behind(both, told_s, faults)
         case words.SHUTDOWN:
             return half.verdict_s >= ended_s
     return False

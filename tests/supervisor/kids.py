@@ -140,6 +140,19 @@ def loops(board: Descriptor, row: int) -> None:
         pass
 
 
+def starves(board: Descriptor, row: int) -> None:
+    """A process of its own session loops on its CPU, and has sixty times its share of it."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    if os.fork() == 0:
+        while True:
+            pass
+    os.nice(19)
+    mine = Row(board, row)
+    mine.announce()
+    for beat in itertools.count():
+        mine.put(1, beat)
+
+
 def loses_a_thread(board: Descriptor, row: int) -> None:
     mine = Row(board, row)
     mine.announce()

@@ -15,7 +15,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdrt import child
-from pdrt.clock import MILLISECOND_NS
+from pdrt.clock import MILLISECOND_NS, SECOND_NS, monotonic_ns
 from pdrt.supervision import EXCUSED_MAX, ChildSpec, ChildState, Pulse, Spent, starved_ns
 from pdrt.supervisor import Phase, Supervisor
 from tests.supervisor import kids
@@ -297,3 +297,25 @@ def test_a_process_knows_how_long_it_starved(board: MemoryBoard) -> None:
         turn_until(supervisor, both_starved, "a tenth of a second without the CPU")
         assert process.spent().ran_ns > before.ran_ns
         assert process.state() == "R"
+
+
+def test_a_process_that_waits_for_its_cpu_longer_than_its_limit_is_not_hung(
+    board: MemoryBoard,
+) -> None:
+    """The kernel counts that wait when it is over, which is too late to excuse it."""
+    limit_ns = 50 * MILLISECOND_NS
+    with supervised(spec(board, 0, kids.starves, hang_s=limit_ns / SECOND_NS), board=board) as tree:
+        tree.start()
+        turn_until(tree, is_up(tree, 0), "it to be up")
+        pulse = tree._children[0].pulse
+        silences_ns: list[int] = []
+
+        def long_silences_that_ended() -> bool:
+            silent_ns = monotonic_ns() - pulse.changed_ns
+            if silences_ns and silent_ns < silences_ns[-1]:
+                silences_ns.append(silent_ns)
+            silences_ns[-1:] = [silent_ns]
+            return sum(silent_ns > limit_ns for silent_ns in silences_ns[:-1]) >= 5
+
+        turn_until(tree, long_silences_that_ended, "it to have had no CPU for long, and then some")
+        assert state(tree, 0).incarnation == 1

@@ -138,11 +138,12 @@ class Excuses(Protocol):
         """How long each of its threads, in all, has been ready to run and had no CPU."""
 
 
-class Half(NamedTuple):
-    """What was seen half-way to the limit."""
+class Look(NamedTuple):
+    """From half of the limit on."""
 
-    ran_ns: int
-    waits_ns: dict[int, int]  # by thread
+    since_ns: int  # no wait for a CPU has ended
+    spent: Spent  # by then
+    waits_ns: dict[int, int]  # by thread, at the first look
 
 
 @dataclass
@@ -152,11 +153,11 @@ class Pulse:
     value: int = 0
     changed_ns: int = 0
     spent: Spent = field(default_factory=Spent)  # by then
-    half: Half | None = None
+    look: Look | None = None
 
     def feel(self, value: int, now_ns: int, excuses: Excuses) -> None:
         if value != self.value:
-            self.value, self.changed_ns, self.half = value, now_ns, None
+            self.value, self.changed_ns, self.look = value, now_ns, None
             self.spent = excuses.spent()
 
     def is_hung(self, now_ns: int, *, limit_ns: int, excuses: Excuses) -> bool:
@@ -165,19 +166,24 @@ class Pulse:
         silent_ns = now_ns - self.changed_ns
         if silent_ns <= limit_ns // 2:
             return False
-        if self.half is None or not self.half.waits_ns:  # or there was no descriptor to look with
-            self.half = Half(excuses.spent().ran_ns, excuses.waits_ns())
+        spent = excuses.spent()
+        if self.look is None or not self.look.waits_ns:  # or there was no descriptor to look with
+            since_ns = min(now_ns, self.changed_ns + limit_ns * 3 // 4)  # we may be late ourselves
+            self.look = Look(since_ns, spent, excuses.waits_ns())
+        elif spent.waited_ns != self.look.spent.waited_ns:
+            self.look = self.look._replace(since_ns=now_ns, spent=spent)
         if silent_ns <= limit_ns:
             return False
         if silent_ns > EXCUSED_MAX * limit_ns:
             return True
-        state, spent = excuses.state(), excuses.spent()
-        own_ns = silent_ns - (spent.waited_ns - self.spent.waited_ns)
-        if state == "R":  # perhaps it waits for a CPU now, and no count has that wait
-            own_ns = min(own_ns, limit_ns // 2 + spent.ran_ns - self.half.ran_ns)
-        else:  # perhaps for another thread, which has no CPU
-            own_ns = min(own_ns, silent_ns - starved_ns(self.half.waits_ns, excuses.waits_ns()))
-        return own_ns > limit_ns and state != "D"
+        starved = spent.waited_ns - self.spent.waited_ns
+        state = excuses.state()
+        if state == "R":  # what it did not run it may have waited: that is counted when it is over
+            ran_ns = spent.ran_ns - self.look.spent.ran_ns
+            starved += max(0, now_ns - self.look.since_ns - ran_ns)
+        else:  # it may wait for another thread, which has no CPU
+            starved = max(starved, starved_ns(self.look.waits_ns, excuses.waits_ns()))
+        return silent_ns - starved > limit_ns and state != "D"
 
 
 def starved_ns(before: Mapping[int, int], after: Mapping[int, int]) -> int:

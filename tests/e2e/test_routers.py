@@ -96,7 +96,7 @@ def descriptors(cluster: Cluster) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("router", "count"),
     [
-        ("sglang-router", 100),
+        ("sglang-router", 56),
         ("smg", 16),
         pytest.param("sglang-router", 200, marks=pytest.mark.slow),
         pytest.param("smg", 200, marks=pytest.mark.slow),

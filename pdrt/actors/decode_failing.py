@@ -18,6 +18,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass
 from itertools import islice
 
+import msgspec
 import numpy as np
 
 from pdrt import failpoints
@@ -58,7 +59,7 @@ class Room:
     rank: int
     peer: str  # prefill's host:port
     lead: tuple[int, int] = (-1, 0)  # slot and generation of rank 0
-    whole: bool = False  # we knew it before it had a destination, so nobody else has sent that
+    whole: bool = False  # of all who were sent its destination we know
     destination: Destination | None = None
     session: str = ""  # the first that was sent the destination; "" if none was
     shared: bool = False  # others were sent it, too
@@ -200,6 +201,25 @@ class Failing:
         if not self.is_orphan(Handle(said.room, said.slot, said.generation), prefill):
             self.become_quiet(said.slot, said.generation)
 
+    def meet(self, prefill: Prefill, rooms: list[Room]) -> list[Room]:
+        """Prefill has told us its session.  Returns those of `rooms` that met another instance."""
+        for room in self._beating([*rooms, *self._rooms.values()]):
+            if room.peer == prefill.peer:
+                self.inherit(room, prefill)
+        return [room for room in self._beating(rooms) if self.is_orphan(room.handle, prefill)]
+
+    def inherit(self, room: Room, prefill: Prefill) -> None:
+        """A listener before us may have sent its destination, but to none of prefill's that was
+        before the present one, if that is older than the room."""
+        slot, generation = room.handle[1:]
+        if room.whole or not prefill.session or slot < 0:
+            return
+        opened_ns = self._table.entered_ns(slot)[KVPoll.Bootstrapping]
+        if prefill.began_ns < opened_ns and self._table.state(slot, generation) is not None:
+            room.whole, room.session = True, prefill.session
+            if room.abort is not None:
+                room.abort = msgspec.structs.replace(room.abort, session=room.first)
+
     def find(self, handle: Handle) -> Room | None:
         return self._rooms.get(handle)
 
@@ -239,6 +259,7 @@ class Failing:
             word = self._table.read(slot, handle.generation)
             if handle not in self._rooms and word is not None:
                 room = Room(handle, opener >> 40, prefill.peer)
+                self.inherit(room, prefill)
                 self.fail(room, word.reason, now_ns, tell=True)
 
     def _tell_again(self, room: Room, now_ns: int) -> None:

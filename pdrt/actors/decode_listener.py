@@ -141,9 +141,8 @@ class DecodeListener:
                 if before and prefill.instance != before:
                     # The new one knows nothing of them, and cannot say what is quiet.
                     self._fault_all(prefill, Reason.PEER_RESTARTED, now_ns)
-                for room in self._beating(self._rooms_of(prefill)):
-                    if self._failing.is_orphan(room.handle, prefill):
-                        self._fault(room, Reason.PEER_RESTARTED, now_ns, tell=False)
+                for orphan in self._failing.meet(prefill, self._rooms_of(prefill)):
+                    self._fault(orphan, Reason.PEER_RESTARTED, now_ns, tell=False)
                 if prefill.refusal is not Reason.NONE:
                     self._fault_all(prefill, prefill.refusal, now_ns)
             case Introduced():
@@ -206,6 +205,7 @@ class DecodeListener:
         room = self._rooms[opened.slot] = Room(handle, opened.rank, opened.peer, lead, whole)
         room.due_ns = now_ns + EXPECT_AFTER_NS
         prefill = self._prefills.dial(opened.peer, now_ns)
+        self._failing.inherit(room, prefill)
         if prefill.refusal is not Reason.NONE:
             self._table.set_detail(room.handle.slot, prefill.detail)
             self._fault(room, prefill.refusal, now_ns)
@@ -266,14 +266,14 @@ class DecodeListener:
             self._failing.disown(sender, taken.slot, taken.generation)
 
     def _on_landed(self, sender: Address, landed: Landed, now_ns: int) -> None:
-        slot, generation, instance = landed.slot, landed.generation, landed.instance
-        room = self._find(slot, generation)
+        handle = Handle(landed.room, landed.slot, landed.generation)
+        room = self._find(*handle[1:])
         prefill = self._prefills.by_link(sender)
         confirmed = prefill is not None and landed.session == prefill.session
         if self._landing.take(landed, room, now_ns, confirmed=confirmed):
-            self._mailbox.post(sender, NewsTaken(slot, generation, instance), lazy=True)
-        elif room is not None:
-            self._ask(room)
+            self._mailbox.post(sender, NewsTaken(*handle[1:], landed.instance), lazy=True)
+        elif asked := room or self._failing.find(handle):
+            self._ask(asked)
         if room is not None:
             self._look(room, now_ns)
 

@@ -46,6 +46,7 @@ from pdrt.shm_status import StatusTable, peer_of
 DECODES_MAX = 4096
 OFFERS_BYTES_MAX = 64 << 10  # of one agent; all decodes' are kept
 ITEMS_MAX = 2**31 - 1  # pages and aux rows of one agent, numbered through in int32
+AGE_MAX_MS = 0x7FFF_FFFF  # what a U31 has place for
 BEAT_MIN_NS = 10 * MILLISECOND_NS  # heartbeats of one decode that come faster say nothing new
 COME_PEERS = 2  # times `peer_s`: who lives has come to a new listener by then
 BURIED_MAX = 4096  # instances remembered of which another has the address now
@@ -132,6 +133,7 @@ class Decodes:
         self._buried: dict[str, None] = {}  # instances, in the order they were replaced
         self._worker_epochs: dict[int, int] = {}
         self._looked_ns = self._began_ns = 0  # when silence was looked for last, and first
+        self._first_ns = 0  # the latter, however long we stood still since
         self._mourned = False  # those who had not come to us in good time
         self._may_log = Throttle()
 
@@ -165,9 +167,12 @@ class Decodes:
             log.error("decode=%s refused=%s detail=%r", hello.instance, refusal.name, detail)
         epoch = self._table.me.incarnation
         digest = self._layout.digest
+        age_ms = min((now_ns - (self._first_ns or now_ns)) // MILLISECOND_NS, AGE_MAX_MS)
         self._mailbox.post(
             sender,
-            HelloReply(VERSION, OLDEST, self._instance, epoch, digest, refusal, detail, layout),
+            HelloReply(
+                VERSION, OLDEST, self._instance, epoch, digest, refusal, detail, layout, age_ms
+            ),
         )
 
     def introduce(self, sender: Address, introduction: Introduction, now_ns: int) -> None:
@@ -300,6 +305,7 @@ class Decodes:
         waits for one; return their instances, and those whose address another has now."""
         deaf_ns, self._looked_ns = deaf_for(self._looked_ns, now_ns), now_ns
         self._began_ns = min((self._began_ns or now_ns) + deaf_ns, now_ns)
+        self._first_ns = self._first_ns or now_ns
         lost = {decode.instance: Reason.PEER_RESTARTED for decode in self._replaced}
         self._replaced = []
         for decode in self._known.values():

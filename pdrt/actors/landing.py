@@ -47,7 +47,10 @@ class Landing:
             failed = room or self._failing.find(Handle(landed.room, slot, generation))
             if confirmed or (failed is not None and failed.is_sole):
                 self._failing.become_quiet(slot, generation)
-            return True
+            elif failed is not None:
+                failed.landed = landed
+            word = table.read(slot, generation)
+            return word is None or word.quiet
         if room is None:
             return False
         if room.landed is None or room.landed.use != landed.use:

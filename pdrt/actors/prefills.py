@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from pdrt.actors.base import deaf_for
-from pdrt.clock import to_ns
+from pdrt.clock import MILLISECOND_NS, to_ns
 from pdrt.config import Timeouts
 from pdrt.errors import BadConfig, NoDescriptors, ProtocolError
 from pdrt.mail.knock import Knock
@@ -66,6 +66,7 @@ class Prefill:
     pause_s: float = 0.0  # before the one after that; 0: as short as it gets
     instance: str = ""
     session: str = ""  # the incarnation of its listener that answered our hello
+    began_ns: int = 0  # it was there by then
     transport: str = ""
     refusal: Reason = Reason.NONE
     detail: str = ""
@@ -153,8 +154,14 @@ class Prefills:
     def on_hello_reply(self, prefill: Prefill, reply: HelloReply, now_ns: int) -> None:
         prefill.heard_ns = now_ns
         prefill.pause_s = 0.0
-        prefill.instance = reply.instance
-        prefill.session = session_of(reply.instance, reply.epoch)
+        session, began_ns = (
+            session_of(reply.instance, reply.epoch),
+            now_ns - reply.age_ms * MILLISECOND_NS,
+        )
+        prefill.began_ns = (
+            min(began_ns, prefill.began_ns) if session == prefill.session else began_ns
+        )
+        prefill.instance, prefill.session = reply.instance, session
         if reply.refusal:
             detail = reply.detail
             if reply.layout:

@@ -48,7 +48,9 @@ class Vouching:
         past = self._past
         if theirs in past.vanished:
             return  # in a moment we shall know
-        if theirs in past.over or theirs in self._recalled or past.taken.had(*theirs):
+        over = past.over.get(theirs)
+        settled = over is not None and (isinstance(over, Landed) or over.quiet)
+        if settled or theirs in self._recalled or past.taken.had(*theirs):
             self._answer(sender, expect)
         else:
             past.remember(self._asked, theirs, (sender, expect))

@@ -6,8 +6,8 @@ message may be lost, repeated or late; each docstring says who repairs that.  Ta
 never reused, new fields go last with a default.
 
 Version history
-    1   first light; later Expect.landed, Landed.use, Landed.session and Destination.first: 0 or ""
-        means nothing
+    1   first light; later Expect.landed, Landed.use, Landed.session, Destination.first and
+        HelloReply.age_ms: 0 or "" means nothing
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class HelloReply(Message, frozen=True, array_like=True, tag=2):
     refusal: U8 = 0
     detail: Text = ""
     layout: bytes = b""  # msgpack of Layout, only with LAYOUT_MISMATCH
+    age_ms: U31 = 0  # at least so long ago this session began
 
 
 class Agent(msgspec.Struct, frozen=True, array_like=True):

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrt.actors import decodes, past
+from pdrt.actors.decode_failing import UNKNOWN
+from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.past import Room
 from pdrt.actors.transfer import TransferWorker
 from pdrt.actors.vouching import Vouching, is_before
@@ -17,7 +19,7 @@ from pdrt.mail.mailbox import Address
 from pdrt.protocol.messages import Abort, AnyMessage, Destination, Expect, Landed, Recall, Recalled
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.shm_status import Handle
-from tests.actors.steps import succeeds, until_state, until_verdict, verdict
+from tests.actors.steps import moving, succeeds, until_state, until_verdict, verdict
 from tests.actors.test_uses import landed_unheard
 from tests.actors.world import World
 
@@ -265,4 +267,71 @@ def test_a_room_that_is_given_up_as_the_listener_dies_costs_no_worker(world: Wor
     until_verdict(world, 1, "decode0", within_ms=500)
     world.until(lambda: world.job("decode0", 1).cleared, within_ms=100)
     assert world.trees["decode0"].processes["worker0"] is worker
+    world.settle()
+
+
+def costs_no_worker(world: World, within_ms: int) -> None:
+    """Room 1 ends at decode and its pages are free without a fence."""
+    worker = world.trees["decode0"].processes["worker0"]
+    until_verdict(world, 1, "decode0", within_ms=1000)
+    assert verdict(world, "decode0", 1) is KVPoll.Failed
+    world.until(lambda: world.job("decode0", 1).cleared, within_ms)
+    assert world.trees["decode0"].processes["worker0"] is worker
+    world.settle()
+
+
+@pytest.mark.parametrize("state", [KVPoll.WaitingForInput, KVPoll.Transferring])
+def test_a_room_that_prefill_gave_up_before_costs_no_worker_if_decodes_listener_dies(
+    world: World, state: KVPoll
+) -> None:
+    """The next one does not know to whom its predecessor sent the destination; but who answers
+    there was there before the room was."""
+    succeeds(world, 0)
+    world.send(1)
+    until_state(world, "prefill", 1, KVPoll.Bootstrapping)
+    world.abort("prefill", 1)
+    until_verdict(world, 1, "prefill")
+    world.run(50)
+    world.receive(1, pace_ms=4)
+    until_state(world, "decode0", 1, state)
+    world.trees["decode0"].kill("listener", again_ms=30)
+    costs_no_worker(world, within_ms=500)
+
+
+def test_a_room_that_has_landed_as_both_listeners_die_costs_no_worker_if_it_is_given_up(
+    world: World,
+) -> None:
+    """Its bytes are in place, prefill's worker says so again and again, and nothing else moves."""
+    succeeds(world, 0)
+    world.both(1)
+    until_verdict(world, 1, "prefill")
+    assert verdict(world, "decode0", 1) is None
+    world.trees["prefill"].kill("listener", again_ms=30)
+    world.trees["decode0"].kill("listener", again_ms=60)
+    world.abort("decode0", 1)
+    costs_no_worker(world, within_ms=1500)
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_who_answers_was_sent_it_first_if_it_is_older_than_the_room(
+    world: World, older: bool
+) -> None:
+    """So concludes a listener of decode's that does not know what its predecessor sent."""
+    succeeds(world, 0)
+    for before in (True, False):
+        if before is older:
+            world.trees["prefill"].kill("listener", again_ms=1)
+            world.run(700)
+        if before:
+            moving(world)
+    world.trees["decode0"].kill("listener", again_ms=1)
+    world.run(300)
+    listener = world.trees["decode0"].processes["listener"].actor
+    assert isinstance(listener, DecodeListener)
+    room = listener._rooms[world.job("decode0", 1).handles[0].slot]
+    prefill = listener._prefills.get(room.peer)
+    assert prefill is not None
+    assert room.first == (prefill.session if older else UNKNOWN)
+    assert room.is_sole is older
+    until_verdict(world, 1, "decode0")
     world.settle()

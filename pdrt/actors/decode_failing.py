@@ -216,6 +216,7 @@ class Failing:
             return
         opened_ns = self._table.entered_ns(slot)[KVPoll.Bootstrapping]
         if prefill.began_ns < opened_ns and self._table.state(slot, generation) is not None:
+            room.shared |= room.session not in ("", prefill.session)
             room.whole, room.session = True, prefill.session
             if room.abort is not None:
                 room.abort = msgspec.structs.replace(room.abort, session=room.first)

@@ -44,6 +44,7 @@ HELLO_MAX_S = 1.0  # between two hellos to one that does not answer; the first c
 REFUSED_S = 2.0  # how long a refusal is remembered before the prefill is asked again
 UNUSED_S = 300.0  # a link without rooms is closed after this long
 PREFILLS_MAX = 4096
+CLOCKS_ALIKE = 1000  # two hosts' clocks gain less than a part in so many on each other
 
 log = logging.getLogger("pdrt.listener")
 
@@ -66,7 +67,7 @@ class Prefill:
     pause_s: float = 0.0  # before the one after that; 0: as short as it gets
     instance: str = ""
     session: str = ""  # the incarnation of its listener that answered our hello
-    began_ns: int = 0  # it was there by then
+    began_ns: int = 0  # it was there by then, by our clock
     transport: str = ""
     refusal: Reason = Reason.NONE
     detail: str = ""
@@ -154,14 +155,12 @@ class Prefills:
     def on_hello_reply(self, prefill: Prefill, reply: HelloReply, now_ns: int) -> None:
         prefill.heard_ns = now_ns
         prefill.pause_s = 0.0
-        session, began_ns = (
-            session_of(reply.instance, reply.epoch),
-            now_ns - reply.age_ms * MILLISECOND_NS,
-        )
-        prefill.began_ns = (
-            min(began_ns, prefill.began_ns) if session == prefill.session else began_ns
-        )
-        prefill.instance, prefill.session = reply.instance, session
+        prefill.instance = reply.instance
+        prefill.session = session_of(reply.instance, reply.epoch)
+        # A host may stand still for as long as its peers bear with it, and no two clocks go alike.
+        age_ns = reply.age_ms * MILLISECOND_NS
+        doubt_ns = to_ns(self._timeouts.peer_s) + age_ns // CLOCKS_ALIKE
+        prefill.began_ns = now_ns - age_ns + doubt_ns
         if reply.refusal:
             detail = reply.detail
             if reply.layout:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import cast
 
@@ -15,13 +17,24 @@ from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.past import Room
 from pdrt.actors.transfer import TransferWorker
 from pdrt.actors.vouching import Vouching, is_before
+from pdrt.clock import SECOND_NS
 from pdrt.mail.mailbox import Address
-from pdrt.protocol.messages import Abort, AnyMessage, Destination, Expect, Landed, Recall, Recalled
+from pdrt.protocol.messages import (
+    Abort,
+    AnyMessage,
+    Destination,
+    Expect,
+    HelloReply,
+    Landed,
+    Recall,
+    Recalled,
+)
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.shm_status import Handle
+from tests.actors.scenes import LINK, TIMEOUTS, DecodeScene
 from tests.actors.steps import moving, succeeds, until_state, until_verdict, verdict
 from tests.actors.test_uses import landed_unheard
-from tests.actors.world import World
+from tests.actors.world import LAYOUT, World
 
 SESSION, FORMER = "p#2", "p#1"
 THEIRS = "d", 3, 5
@@ -270,6 +283,9 @@ def test_a_room_that_is_given_up_as_the_listener_dies_costs_no_worker(world: Wor
     world.settle()
 
 
+AGED_MS = 1000  # a session is held for younger than it says, see prefills
+
+
 def costs_no_worker(world: World, within_ms: int) -> None:
     """Room 1 ends at decode and its pages are free without a fence."""
     worker = world.trees["decode0"].processes["worker0"]
@@ -287,6 +303,7 @@ def test_a_room_that_prefill_gave_up_before_costs_no_worker_if_decodes_listener_
     """The next one does not know to whom its predecessor sent the destination; but who answers
     there was there before the room was."""
     succeeds(world, 0)
+    world.run(AGED_MS)
     world.send(1)
     until_state(world, "prefill", 1, KVPoll.Bootstrapping)
     world.abort("prefill", 1)
@@ -323,6 +340,7 @@ def test_who_answers_was_sent_it_first_if_it_is_older_than_the_room(
             world.trees["prefill"].kill("listener", again_ms=1)
             world.run(700)
         if before:
+            world.run(AGED_MS)
             moving(world)
     world.trees["decode0"].kill("listener", again_ms=1)
     world.run(300)
@@ -335,3 +353,51 @@ def test_who_answers_was_sent_it_first_if_it_is_older_than_the_room(
     assert room.is_sole is older
     until_verdict(world, 1, "decode0")
     world.settle()
+
+
+@contextmanager
+def successor() -> Iterator[DecodeScene]:
+    scene = DecodeScene()
+    scene.send()
+    scene.begin()  # a successor, which has not seen the rooms open
+    scene.open()
+    scene.say(LINK, scene.introduced())
+    for handle in scene.handles:
+        destination = Destination(handle.room, 0, *handle[1:], "d", 1, bytes(4), 1)
+        scene.say(("local", b""), destination)
+    try:
+        yield scene
+    finally:
+        scene.close()
+
+
+@pytest.fixture(scope="module")
+def scene() -> Iterator[DecodeScene]:
+    with successor() as scene:
+        yield scene
+
+
+def said(age_ms: int, epoch: int = 1) -> HelloReply:
+    return HelloReply(1, 1, "p", epoch, LAYOUT.digest, age_ms=age_ms)
+
+
+@given(st.floats(0, 1e6), st.floats(-1e-3, 1e-3), st.floats(0, 1))
+def test_no_session_is_held_for_older_than_it_is(
+    scene: DecodeScene, age_s: float, gain: float, stood_part: float
+) -> None:
+    """Whatever its clock gains on ours, and however long our host stood still unnoticed."""
+    scene.say(LINK, said(int(age_s * (1 + gain) * 1000)))
+    prefill = scene.actor._prefills.get("p:1")
+    assert prefill is not None
+    passed_s = age_s - stood_part * TIMEOUTS.peer_s
+    assert prefill.began_ns >= scene.now_ns - passed_s * SECOND_NS
+    assert prefill.began_ns <= scene.now_ns - (age_s * 0.997 - 1 - TIMEOUTS.peer_s) * SECOND_NS
+
+
+def test_who_sent_it_to_another_session_knows_that() -> None:
+    """Though an older one answers then."""
+    with successor() as scene:
+        room = scene.actor._rooms[scene.handles[0].slot]
+        assert (room.first, room.session) == (UNKNOWN, "p#1")
+        scene.say(LINK, said(10**9, epoch=2))
+        assert (room.first, room.is_sole) == ("p#2", False)

@@ -67,6 +67,7 @@ class Room:
     claimed: bool = False  # a decode has asked for it
     destination: Destination | None = None
     matched: bool = False  # by us: so the worker has no other destination for it
+    given: bool = False  # its destination to our worker, perhaps by a predecessor
     failed: bool = False
     fenced: bool = False  # nothing can land at decode any more
     doubted: bool = False  # of ours, that is: others were sent its destination, see `doubts`
@@ -167,9 +168,10 @@ class Past:
         return self.abort_of(key, theirs, Reason.PEER_LOST, quiet=False)
 
     def lose(self, room: Room) -> None:
-        """Nobody has said how it ended."""
+        """Nobody has said how it ended.  Of one that no worker knows nothing was posted."""
         if room.theirs != NOBODY:
             room.reason = Reason.PEER_LOST
+            room.fenced |= not room.given
             self.fail(room)
 
     def _end(self, key: Key, theirs: Theirs, reason: Reason, *, quiet: bool) -> Abort:

@@ -171,7 +171,7 @@ class PrefillListener:
         room = Room(handle, rank, self._table.use(*handle[1:]), now_ns)
         room.by_shm = transport_of(path) == SHM
         if word.state is not KVPoll.Bootstrapping:  # else a predecessor died before it gave it away
-            room.decode = peer_of(path)
+            room.decode, room.given = peer_of(path), True
         if over:
             self._fail(room, word.reason, now_ns)
             return
@@ -245,7 +245,7 @@ class PrefillListener:
     def _deliver(self, room: Room, now_ns: int) -> None:
         """Tell the worker; again now and then, until a chunk was posted."""
         if room.destination is not None and not room.failed:
-            room.deliver_ns = now_ns + DELIVER_NS
+            room.deliver_ns, room.given = now_ns + DELIVER_NS, True
             failpoints.hit("prefill.match.before_deliver")
             self._mailbox.post(worker_link(room.rank), Deliver(*room.handle[1:], room.destination))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import cast
 
@@ -12,29 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdrt.actors import decodes, past
-from pdrt.actors.decode_failing import UNKNOWN
-from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.past import Room
 from pdrt.actors.transfer import TransferWorker
 from pdrt.actors.vouching import Vouching, is_before
-from pdrt.clock import SECOND_NS
 from pdrt.mail.mailbox import Address
 from pdrt.protocol.messages import (
     Abort,
     AnyMessage,
     Destination,
     Expect,
-    HelloReply,
     Landed,
     Recall,
     Recalled,
 )
 from pdrt.protocol.states import KVPoll, Reason
 from pdrt.shm_status import Handle
-from tests.actors.scenes import LINK, TIMEOUTS, DecodeScene
-from tests.actors.steps import moving, succeeds, until_state, until_verdict, verdict
+from tests.actors.steps import until_state, until_verdict, verdict
 from tests.actors.test_uses import landed_unheard
-from tests.actors.world import LAYOUT, World
+from tests.actors.world import World
 
 SESSION, FORMER = "p#2", "p#1"
 THEIRS = "d", 3, 5
@@ -263,141 +256,3 @@ def test_a_deliver_that_comes_after_the_question_is_refused(world: World) -> Non
     worker.handle("listener", Recall(3, 5, "d"), world.clock())
     destination = Destination(7, 0, 3, 5, "d", 1, b"", 0, FORMER, FORMER)
     assert not worker._taken.take(destination, Handle(7, 1, 9), 6)
-
-
-def test_a_room_that_is_given_up_as_the_listener_dies_costs_no_worker(world: World) -> None:
-    """Its destination is on its way to the dead one, which was sent it first; the room is over on
-    prefill before the next listener looks."""
-    succeeds(world, 0)
-    worker = world.trees["decode0"].processes["worker0"]
-    world.receive(1, pace_ms=20)
-    until_state(world, "decode0", 1, KVPoll.WaitingForInput)
-    world.trees["prefill"].kill("listener", again_ms=60)
-    until_state(world, "decode0", 1, KVPoll.Transferring)
-    world.send(1)
-    until_state(world, "prefill", 1, KVPoll.Bootstrapping)
-    world.abort("prefill", 1)
-    until_verdict(world, 1, "decode0", within_ms=500)
-    world.until(lambda: world.job("decode0", 1).cleared, within_ms=100)
-    assert world.trees["decode0"].processes["worker0"] is worker
-    world.settle()
-
-
-AGED_MS = 1000  # a session is held for younger than it says, see prefills
-
-
-def costs_no_worker(world: World, within_ms: int) -> None:
-    """Room 1 ends at decode and its pages are free without a fence."""
-    worker = world.trees["decode0"].processes["worker0"]
-    until_verdict(world, 1, "decode0", within_ms=1000)
-    assert verdict(world, "decode0", 1) is KVPoll.Failed
-    world.until(lambda: world.job("decode0", 1).cleared, within_ms)
-    assert world.trees["decode0"].processes["worker0"] is worker
-    world.settle()
-
-
-@pytest.mark.parametrize("state", [KVPoll.WaitingForInput, KVPoll.Transferring])
-def test_a_room_that_prefill_gave_up_before_costs_no_worker_if_decodes_listener_dies(
-    world: World, state: KVPoll
-) -> None:
-    """The next one does not know to whom its predecessor sent the destination; but who answers
-    there was there before the room was."""
-    succeeds(world, 0)
-    world.run(AGED_MS)
-    world.send(1)
-    until_state(world, "prefill", 1, KVPoll.Bootstrapping)
-    world.abort("prefill", 1)
-    until_verdict(world, 1, "prefill")
-    world.run(50)
-    world.receive(1, pace_ms=4)
-    until_state(world, "decode0", 1, state)
-    world.trees["decode0"].kill("listener", again_ms=30)
-    costs_no_worker(world, within_ms=500)
-
-
-def test_a_room_that_has_landed_as_both_listeners_die_costs_no_worker_if_it_is_given_up(
-    world: World,
-) -> None:
-    """Its bytes are in place, prefill's worker says so again and again, and nothing else moves."""
-    succeeds(world, 0)
-    world.both(1)
-    until_verdict(world, 1, "prefill")
-    assert verdict(world, "decode0", 1) is None
-    world.trees["prefill"].kill("listener", again_ms=30)
-    world.trees["decode0"].kill("listener", again_ms=60)
-    world.abort("decode0", 1)
-    costs_no_worker(world, within_ms=1500)
-
-
-@pytest.mark.parametrize("older", [True, False])
-def test_who_answers_was_sent_it_first_if_it_is_older_than_the_room(
-    world: World, older: bool
-) -> None:
-    """So concludes a listener of decode's that does not know what its predecessor sent."""
-    succeeds(world, 0)
-    for before in (True, False):
-        if before is older:
-            world.trees["prefill"].kill("listener", again_ms=1)
-            world.run(700)
-        if before:
-            world.run(AGED_MS)
-            moving(world)
-    world.trees["decode0"].kill("listener", again_ms=1)
-    world.run(300)
-    listener = world.trees["decode0"].processes["listener"].actor
-    assert isinstance(listener, DecodeListener)
-    room = listener._rooms[world.job("decode0", 1).handles[0].slot]
-    prefill = listener._prefills.get(room.peer)
-    assert prefill is not None
-    assert room.first == (prefill.session if older else UNKNOWN)
-    assert room.is_sole is older
-    until_verdict(world, 1, "decode0")
-    world.settle()
-
-
-@contextmanager
-def successor() -> Iterator[DecodeScene]:
-    scene = DecodeScene()
-    scene.send()
-    scene.begin()  # a successor, which has not seen the rooms open
-    scene.open()
-    scene.say(LINK, scene.introduced())
-    for handle in scene.handles:
-        destination = Destination(handle.room, 0, *handle[1:], "d", 1, bytes(4), 1)
-        scene.say(("local", b""), destination)
-    try:
-        yield scene
-    finally:
-        scene.close()
-
-
-@pytest.fixture(scope="module")
-def scene() -> Iterator[DecodeScene]:
-    with successor() as scene:
-        yield scene
-
-
-def said(age_ms: int, epoch: int = 1) -> HelloReply:
-    return HelloReply(1, 1, "p", epoch, LAYOUT.digest, age_ms=age_ms)
-
-
-@given(st.floats(0, 1e6), st.floats(-1e-3, 1e-3), st.floats(0, 1))
-def test_no_session_is_held_for_older_than_it_is(
-    scene: DecodeScene, age_s: float, gain: float, stood_part: float
-) -> None:
-    """Whatever its clock gains on ours, and however long our host stood still unnoticed."""
-    scene.say(LINK, said(int(age_s * (1 + gain) * 1000)))
-    prefill = scene.actor._prefills.get("p:1")
-    assert prefill is not None
-    passed_s = age_s - stood_part * TIMEOUTS.peer_s
-    assert prefill.began_ns >= scene.now_ns - passed_s * SECOND_NS
-    assert prefill.began_ns <= scene.now_ns - (age_s * 0.997 - 1 - TIMEOUTS.peer_s) * SECOND_NS
-
-
-def test_who_sent_it_to_another_session_knows_that() -> None:
-    """Though an older one answers then."""
-    with successor() as scene:
-        room = scene.actor._rooms[scene.handles[0].slot]
-        assert (room.first, room.session) == (UNKNOWN, "p#1")
-        scene.say(LINK, said(10**9, epoch=2))
-        assert (room.first, room.is_sole) == ("p#2", False)

@@ -168,8 +168,11 @@ class ChildProcess:
         self._popen = popen
         self.pid = popen.pid
         self.pidfd = os.pidfd_open(self.pid)
+        self._schedstat = -1
         try:
             self._schedstat = os.open(f"/proc/{self.pid}/schedstat", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:  # not every kernel keeps count
+            pass
         except OSError:
             os.close(self.pidfd)
             raise
@@ -227,7 +230,7 @@ class ChildProcess:
         """Of its main thread, by a descriptor of our own: even where no other is left."""
         try:
             ran, waited, _ = os.pread(self._schedstat, 96, 0).split()
-        except ProcessLookupError:  # it is gone
+        except OSError:  # it is gone, or there never was one
             return Spent()
         return Spent(int(ran), int(waited))
 
@@ -261,7 +264,8 @@ class ChildProcess:
 
     def close(self) -> None:
         os.close(self.pidfd)
-        os.close(self._schedstat)
+        if self._schedstat >= 0:
+            os.close(self._schedstat)
 
     def _signal(self, signum: int) -> None:
         try:

@@ -119,7 +119,8 @@ class ChildState:
 
 
 class Spent(NamedTuple):
-    """What a thread has done in all.  The kernel adds a wait when it is over."""
+    """What a thread has done in all; nothing if the kernel keeps no count.  A wait is added when it
+    is over."""
 
     ran_ns: int = 0
     waited_ns: int = 0  # ready to run, without a CPU
@@ -178,7 +179,9 @@ class Pulse:
             return True
         starved = spent.waited_ns - self.spent.waited_ns
         state = excuses.state()
-        if state == "R":  # what it did not run it may have waited: that is counted when it is over
+        if (
+            state == "R" and spent.ran_ns
+        ):  # what it did not run it may have waited: that is counted when it is over
             ran_ns = spent.ran_ns - self.look.spent.ran_ns
             starved += max(0, now_ns - self.look.since_ns - ran_ns)
         else:  # it may wait for another thread, which has no CPU

@@ -14,7 +14,7 @@ import pytest
 
 from pdrt.child import BOOT, ChildProcess, Descriptor
 from pdrt.clock import MILLISECOND_NS, monotonic_ns
-from pdrt.supervision import starved_ns
+from pdrt.supervision import Spent, starved_ns
 from pdrt.supervisor import Phase, Restart
 from tests.supervisor import kids
 from tests.supervisor.kids import DEADLINE_S, MemoryBoard, only, spec, supervised, turn_until
@@ -114,6 +114,28 @@ for _ in range(5):
     threading.Thread(target=spin, daemon=True).start()
 spin()
 """
+
+
+def test_a_child_is_launched_where_the_kernel_keeps_no_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened = os.open
+
+    def has_none(path: str, *flags: int) -> int:
+        if path.endswith("/schedstat"):
+            raise FileNotFoundError(path)
+        return opened(path, *flags)
+
+    with subprocess.Popen(
+        [sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=-1
+    ) as popen:
+        monkeypatch.setattr(os, "open", has_none)
+        process = ChildProcess(popen)
+        try:
+            assert process.spent() == Spent()
+        finally:
+            process.kill()
+            process.close()
 
 
 def test_threads_that_wait_for_one_cpu_do_not_starve_longer_than_time_passes() -> None:

@@ -184,7 +184,7 @@ class Scheduled:
     it has waited is not counted before the wait is over."""
 
     is_at: str = "S"
-    ran_ns: int = 0
+    ran_ns: int = 1
     slept_ns: int = 0
     waited_ns: int = 0
     waiting_ns: int = 0  # and still does
@@ -278,11 +278,18 @@ def test_no_excuse_lasts_for_ever(excuse: str) -> None:
     assert pulse.is_hung(EXCUSED_MAX * LIMIT_NS + 1, limit_ns=LIMIT_NS, excuses=process)
 
 
+def test_a_kernel_that_keeps_no_count_excuses_nobody() -> None:
+    process = Scheduled(is_at="R", ran_ns=0)
+    pulse = Pulse(1, 0, process.spent())
+    for now_ns in range(0, 2 * LIMIT_NS, LIMIT_NS // 4):
+        assert pulse.is_hung(now_ns, limit_ns=LIMIT_NS, excuses=process) is (now_ns > LIMIT_NS)
+
+
 def test_threads_that_starve_are_no_excuse_for_one_that_loops() -> None:
     process = Scheduled(is_at="R")
     pulse = Pulse(1, 0, process.spent())
     for now_ns in range(0, 2 * LIMIT_NS, LIMIT_NS // 4):
-        process.ran_ns = process.others_ns = now_ns
+        process.ran_ns, process.others_ns = now_ns + 1, now_ns
         assert pulse.is_hung(now_ns, limit_ns=LIMIT_NS, excuses=process) is (now_ns > LIMIT_NS)
 
 

@@ -179,9 +179,7 @@ class Pulse:
             return True
         starved = spent.waited_ns - self.spent.waited_ns
         state = excuses.state()
-        if (
-            state == "R" and spent.ran_ns
-        ):  # what it did not run it may have waited: that is counted when it is over
+        if state == "R" and spent.ran_ns:  # it may be waiting since, which is not counted yet
             ran_ns = spent.ran_ns - self.look.spent.ran_ns
             starved += max(0, now_ns - self.look.since_ns - ran_ns)
         else:  # it may wait for another thread, which has no CPU

@@ -111,6 +111,23 @@ def test_a_listener_that_is_away_for_long_is_a_lost_peer(away_ms: int, explained
     assert book.judge().found("untouched rooms failed") == (not explained)
 
 
+@pytest.mark.parametrize(("away_ms", "explained"), [(1000, False), (1300, True)])
+def test_a_peer_may_have_been_silent_before_the_room_was_opened(
+    away_ms: int, explained: bool
+) -> None:
+    book = Book()
+    for pid in (70, 71):
+        book.signal(2, Role.LISTENER, Mode.KILL, pid=pid)
+        book.now += away_ms * 1_000_000
+        book.back(2, Role.LISTENER, Mode.KILL, pid=pid)
+        if pid == 70:
+            book.now += 40_000_000
+            opened(book)
+    ended(book, 0, words.FAILED, words.PEER_LOST)
+    over(book)
+    assert book.judge().found("untouched rooms failed") == (not explained)
+
+
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_half_without_a_verdict_may_have_told_the_other_why_it_failed(dies: bool) -> None:
     """Prefill's tree is new; its decode had met the one before, says so, and its engine dies."""

@@ -19,7 +19,7 @@ MOVERS = (Role.WORKER, *WHOLE)
 NEVER = (
     words.NONE, words.BAD_DESTINATION, words.LAYOUT_MISMATCH, words.CORRUPT_AUX, words.RANK_FAILED
 )  # fmt: skip
-LOST_S = 2.4  # a peer is lost that says nothing for 3 s; its last word was half a second old
+SILENT_S, LOST_S = 3.2, 2.4  # a peer is lost that says nothing for 3 s; it beats every 0.5 s
 RESTARTED_S = 12.0  # after a tree was killed its peers may find that out as late as this
 UNTOUCHED = "untouched rooms failed"
 
@@ -84,7 +84,8 @@ def explained(
             stood_still = faults.touching(both, *span, Role.PLAYER, *MOVERS, ours=True)
             return faults.outage(both, *span) or bool(stood_still)
         case words.PEER_LOST:
-            silent = faults.outage(others, *span, LOST_S)  # nobody was there who could beat
+            # Nobody was there who could beat, and perhaps not before the room was opened, either.
+            silent = faults.outage(others, half.verdict_s - SILENT_S, half.verdict_s, LOST_S)
             return other_failed or silent or touched(both, Role.PLAYER, *MOVERS)
         case words.PEER_RESTARTED:
             # Or it is told so by the other half, which had met the tree before this one's, and

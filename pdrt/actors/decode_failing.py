@@ -201,25 +201,27 @@ class Failing:
         if not self.is_orphan(Handle(said.room, said.slot, said.generation), prefill):
             self.become_quiet(said.slot, said.generation)
 
-    def meet(self, prefill: Prefill, rooms: list[Room]) -> list[Room]:
+    def meet(self, prefill: Prefill, rooms: list[Room], now_ns: int) -> list[Room]:
         """Prefill has told us its session.  Returns those of `rooms` that met another instance."""
         for room in self._beating([*rooms, *self._rooms.values()]):
-            if room.peer == prefill.peer:
-                self.inherit(room, prefill)
+            if room.peer == prefill.peer and self.inherit(room, prefill) and room.abort is not None:
+                # It may have been told before, and could not know that nothing of it can land.
+                room.abort = msgspec.structs.replace(room.abort, session=room.first)
+                self._send(room, now_ns)
         return [room for room in self._beating(rooms) if self.is_orphan(room.handle, prefill)]
 
-    def inherit(self, room: Room, prefill: Prefill) -> None:
+    def inherit(self, room: Room, prefill: Prefill) -> bool:
         """A listener before us may have sent its destination, but to none of prefill's that was
-        before the present one, if that is older than the room."""
+        before the present one, if that is older than the room: we know that now."""
         slot, generation = room.handle[1:]
         if room.whole or not prefill.session or slot < 0:
-            return
+            return False
         opened_ns = self._table.entered_ns(slot)[KVPoll.Bootstrapping]
-        if prefill.began_ns < opened_ns and self._table.state(slot, generation) is not None:
-            room.shared |= room.session not in ("", prefill.session)
-            room.whole, room.session = True, prefill.session
-            if room.abort is not None:
-                room.abort = msgspec.structs.replace(room.abort, session=room.first)
+        if prefill.began_ns >= opened_ns or self._table.state(slot, generation) is None:
+            return False
+        room.shared |= room.session not in ("", prefill.session)
+        room.whole, room.session = True, prefill.session
+        return True
 
     def find(self, handle: Handle) -> Room | None:
         return self._rooms.get(handle)

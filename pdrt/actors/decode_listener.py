@@ -141,7 +141,7 @@ class DecodeListener:
                 if before and prefill.instance != before:
                     # The new one knows nothing of them, and cannot say what is quiet.
                     self._fault_all(prefill, Reason.PEER_RESTARTED, now_ns)
-                for orphan in self._failing.meet(prefill, self._rooms_of(prefill)):
+                for orphan in self._failing.meet(prefill, self._rooms_of(prefill), now_ns):
                     self._fault(orphan, Reason.PEER_RESTARTED, now_ns, tell=False)
                 if prefill.refusal is not Reason.NONE:
                     self._fault_all(prefill, prefill.refusal, now_ns)

@@ -64,11 +64,12 @@ class Landing:
             self._refuse(landed, now_ns)
             return True
         failpoints.hit("decode.landed.before_move")
-        if table.move(slot, generation, Event.LANDED, now_ns=now_ns):
-            failpoints.hit("decode.landed.after_move")
-            table.count(Counter.BYTES_MOVED, told.length_bytes)
-            table.count(Counter.CHUNKS_MOVED, told.chunks)
-            self._wake(table.opener_row(slot))
+        if not table.move(slot, generation, Event.LANDED, now_ns=now_ns):
+            return self.take(landed, room, now_ns, confirmed=confirmed)  # it ended meanwhile
+        failpoints.hit("decode.landed.after_move")
+        table.count(Counter.BYTES_MOVED, told.length_bytes)
+        table.count(Counter.CHUNKS_MOVED, told.chunks)
+        self._wake(table.opener_row(slot))
         return True
 
     def _refuse(self, landed: Landed, now_ns: int) -> None:

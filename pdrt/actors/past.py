@@ -187,7 +187,7 @@ class Past:
     def refuse(self, destination: Destination, reason: Reason) -> Abort:
         """A destination that no room of ours has.  One may have had it, and be forgotten."""
         key, theirs = (destination.room, destination.rank), theirs_of(destination)
-        return self._end(key, theirs, reason, quiet=self._never_had(theirs, destination.first))
+        return self._end(key, theirs, reason, quiet=self.never_had(theirs, destination.first))
 
     def fail(self, room: Room) -> None:
         self._end(room.key, room.theirs, room.reason, quiet=room.is_quiet)
@@ -211,7 +211,7 @@ class Past:
         predecessor of ours had first, we cannot know.  Then decode's own fence at the quiet bound
         settles it."""
         theirs = theirs_of(abort)
-        quiet = self._never_had(theirs, abort.session)
+        quiet = self.never_had(theirs, abort.session)
         self._end(key, theirs, Reason.PEER_ABORTED, quiet=quiet)
         if not opened:
             self._given_up.pop(key, None)
@@ -219,7 +219,7 @@ class Past:
             end = GivenUp(until_ns, theirs, told_by_peer(abort.reason), quiet)
             self.remember(self._given_up, key, end)
 
-    def _never_had(self, theirs: Theirs, first: str) -> bool:
+    def never_had(self, theirs: Theirs, first: str) -> bool:
         """Was no room of ours ever given that destination?  `first`: who was sent it first."""
         return first == self._session and not self.taken.had(*theirs)
 

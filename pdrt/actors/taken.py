@@ -29,7 +29,7 @@ from pdrt.protocol.messages import Destination, Recall, Recalled
 from pdrt.shm_status import Handle
 
 SLOTS_MAX = 1 << 18  # remembered; the slot that was used longest ago is forgotten first
-NEVER: tuple[int, Handle | None, int] = (-1, None, 0)
+NEVER: tuple[int, Handle | None, int, bool] = (-1, None, 0, False)
 ANOTHER = Handle(0, -1, 0)  # a room of ours, and a predecessor knew which
 
 
@@ -37,13 +37,14 @@ class Taken:
     def __init__(self, forgot: Callable[[], object] = lambda: None) -> None:
         """`forgot` is called for each slot that is forgotten for want of a place."""
         self._forgot = forgot
-        # By decode's slot: the generation, whose it is, and the use of that one's id.
-        self._newest: OrderedDict[tuple[str, int], tuple[int, Handle | None, int]] = OrderedDict()
+        # By decode's slot: the generation, whose it is, the use of that one's id, and `end`.
+        self._newest: OrderedDict[tuple[str, int], tuple[int, Handle | None, int, bool]]
+        self._newest = OrderedDict()
 
     def take(self, destination: Destination, ours: Handle, use: int = 0) -> bool:
         """May this destination be given to that room of ours?  Remembered if so."""
         key = destination.instance, destination.slot
-        generation, owner, _ = self._newest.get(key, NEVER)
+        generation, owner, *_ = self._newest.get(key, NEVER)
         if destination.generation < generation:
             return False
         if destination.generation == generation:
@@ -65,12 +66,12 @@ class Taken:
     def had(self, instance: str, slot: int, generation: int) -> bool:
         """Was that use of a decode's slot given to a room of ours, or may it have been, since a
         later one was seen?"""
-        newest, owner, _ = self._newest.get((instance, slot), NEVER)
+        newest, owner, *_ = self._newest.get((instance, slot), NEVER)
         return newest > generation or (newest == generation and owner is not None)
 
     def use_of(self, instance: str, slot: int, generation: int) -> int:
         """The use of the room that it was given to; 0 if there is none, or we cannot know."""
-        newest, _, use = self._newest.get((instance, slot), NEVER)
+        newest, _, use, _ = self._newest.get((instance, slot), NEVER)
         return use if newest == generation else 0
 
     def recall(self, recall: Recall, since: int) -> Recalled:
@@ -78,11 +79,21 @@ class Taken:
         slot, generation, instance = theirs = recall.slot, recall.generation, recall.instance
         had = self.had(instance, slot, generation)
         use = self.use_of(instance, slot, generation)
+        newest, *_, ended = self._newest.get((instance, slot), NEVER)
         self.spend(instance, slot, generation)
-        return Recalled(*theirs, had, use, since)
+        return Recalled(*theirs, had, use, since, over=ended and newest == generation)
+
+    def end(self, destination: Destination | None) -> None:
+        """Of the room that was given it, if any, nothing can land there any more."""
+        if destination is None:
+            return
+        key = destination.instance, destination.slot
+        generation, owner, use, _ = self._newest.get(key, NEVER)
+        if generation == destination.generation and owner is not None:
+            self._newest[key] = generation, owner, use, True
 
     def _note(self, key: tuple[str, int], generation: int, owner: Handle | None, use: int) -> None:
-        self._newest[key] = generation, owner, use
+        self._newest[key] = generation, owner, use, False
         self._newest.move_to_end(key)
         if len(self._newest) > SLOTS_MAX:
             self._newest.popitem(last=False)

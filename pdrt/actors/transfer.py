@@ -355,6 +355,7 @@ class TransferWorker:
         self._table.set_quiet(handle.slot, handle.generation)
         failpoints.hit("worker.fence.before_fenced")
         if fenced:
+            self._taken.end(room.destination)
             self._mailbox.post(LISTENER, Fenced(handle.slot, handle.generation))
         self._wake(self._table.opener_row(handle.slot))
         self._drop(room)

@@ -6,8 +6,8 @@ its way.  It is asked for two reasons:
   since it sent the destination to several incarnations of the listener.  It may if no other use had
   that destination, or will: of all bytes that came, or may come, that use is then the only one.
 * A room has failed, and decode was not told that it is quiet, since a predecessor was sent its
-  destination first.  It is, if the worker never had it, and was there before that predecessor was:
-  then no dead one had it either.
+  destination first.  It is, if the worker never had it, or is done with it, and was there before
+  that predecessor was: then no dead one had it either.
 """
 
 from __future__ import annotations
@@ -58,10 +58,11 @@ class Vouching:
 
     def doubt(self, asked: Destination | Expect | Abort) -> None:
         """Perhaps its room is quiet after all, if it has failed."""
-        first = first_of(asked)
-        if first == self._session:
+        first, theirs = first_of(asked), theirs_of(asked)
+        if first == self._session:  # which a new listener of decode's may not have known before
+            if self._past.never_had(theirs, first):
+                self._settle(theirs)
             return
-        theirs = theirs_of(asked)
         over = self._past.over.get(theirs)
         instance, _, epoch = first.rpartition("#")
         ours = instance == self._session.rpartition("#")[0] and epoch.isdecimal()
@@ -82,10 +83,14 @@ class Vouching:
         if (asked := self._asked.pop(theirs, None)) is not None:
             self._answer(*asked)
         first = self._doubted.pop(theirs, None)
-        if first is not None and not recalled.taken and is_before(recalled.since, first):
-            abort, decode = self._past.settle(theirs), self._decodes.get(theirs[0])
-            if abort is not None and decode is not None:
-                self._mailbox.post(decode.address, abort)
+        over = recalled.over or not recalled.taken
+        if first is not None and over and is_before(recalled.since, first):
+            self._settle(theirs)
+
+    def _settle(self, theirs: Theirs) -> None:
+        abort, decode = self._past.settle(theirs), self._decodes.get(theirs[0])
+        if abort is not None and decode is not None:
+            self._mailbox.post(decode.address, abort)
 
     def _answer(self, sender: Address, expect: Expect) -> None:
         if (answer := self._verdict(expect)) is not None:

@@ -284,7 +284,8 @@ class Recall(Message, frozen=True, array_like=True, tag=40):
 class Recalled(Message, frozen=True, array_like=True, tag=41):
     """Prefill's worker -> listener: the answer to a Recall.  `use` is 0 if nobody had it, or if it
     was `taken` and the worker does not know any more by whom.  `since` is the incarnation of the
-    listener under which the worker began; 0 if there was none before it."""
+    listener under which the worker began; 0 if there was none before it.  `over`: of what it was
+    given, nothing can land any more."""
 
     slot: Slot
     generation: U32
@@ -292,6 +293,7 @@ class Recalled(Message, frozen=True, array_like=True, tag=41):
     taken: bool
     use: U40 = 0
     since: U31 = 0
+    over: bool = False
 
 
 class Chunk(Message, frozen=True, array_like=True, tag=32):

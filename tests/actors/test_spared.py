@@ -16,8 +16,9 @@ from pdrt.actors.decode_failing import UNKNOWN
 from pdrt.actors.decode_listener import DecodeListener
 from pdrt.actors.prefill_listener import PrefillListener
 from pdrt.clock import MILLISECOND_NS, SECOND_NS
-from pdrt.protocol.messages import Abort, Destination, HelloReply
-from pdrt.protocol.states import KVPoll, Reason
+from pdrt.protocol.messages import Abort, Destination, HelloReply, Landed
+from pdrt.protocol.states import Event, KVPoll, Reason
+from pdrt.shm_status import StatusTable
 from tests.actors.scenes import LINK, TIMEOUTS, DecodeScene
 from tests.actors.steps import moving, succeeds, until_state, until_verdict, verdict
 from tests.actors.world import LAYOUT, World
@@ -79,6 +80,53 @@ def test_a_room_that_has_landed_as_both_listeners_die_costs_no_worker_if_it_is_g
     world.trees["prefill"].kill("listener", again_ms=30)
     world.trees["decode0"].kill("listener", again_ms=60)
     world.abort("decode0", 1)
+    costs_no_worker(world, within_ms=1500)
+
+
+def test_a_room_that_is_given_up_in_the_moment_that_it_lands_is_quiet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Decode's listener has seen it open, and finds it Failed when it is to become Success."""
+    settle, scene = StatusTable.settle_use, DecodeScene()
+
+    def given_up_first(table: StatusTable, slot: int, generation: int, use: int) -> bool:
+        abort = Event.FAULT
+        assert scene.engine.move(slot, generation, abort, now_ns=1, reason=Reason.ABORTED)
+        return settle(table, slot, generation, use)
+
+    monkeypatch.setattr(StatusTable, "settle_use", given_up_first)
+    try:
+        scene.send()
+        room, slot, generation = scene.handles[0]
+        scene.say(("peer", b""), Landed(room, 0, slot, generation, 1, 1, "d", room + 1))
+        word = scene.engine.read(slot, generation)
+        assert word is not None
+        assert (word.state, word.quiet) == (KVPoll.Failed, True)
+    finally:
+        scene.close()
+
+
+def test_a_room_that_is_given_up_as_decodes_listener_dies_costs_no_worker(world: World) -> None:
+    """The next one tells prefill before it knows with whom it speaks, and again when it does."""
+    succeeds(world, 0)
+    world.run(AGED_MS)
+    world.both(1)
+    until_state(world, "decode0", 1, KVPoll.Transferring)
+    world.trees["decode0"].kill("listener", again_ms=10)
+    world.abort("decode0", 1)
+    costs_no_worker(world, within_ms=1500)
+
+
+def test_a_room_that_was_fenced_as_prefills_listener_died_costs_no_worker(world: World) -> None:
+    """What the worker says of it nobody hears; so the next listener asks."""
+    succeeds(world, 0)
+    moving(world)
+    world.abort("decode0", 1)
+    until_verdict(world, 1, "prefill")
+    prefill = world.trees["prefill"]
+    prefill.freeze("listener")
+    world.run(50)
+    prefill.kill("listener", again_ms=30)
     costs_no_worker(world, within_ms=1500)
 
 

@@ -106,6 +106,17 @@ def test_a_room_that_is_given_up_in_the_moment_that_it_lands_is_quiet(
         scene.close()
 
 
+def test_who_says_that_a_room_has_landed_that_has_no_destination_is_not_heard() -> None:
+    scene = DecodeScene()
+    try:
+        scene.open()
+        room, slot, generation = scene.handles[0]
+        scene.say(("peer", b""), Landed(room, 0, slot, generation, 1, 1, "d", room + 1))
+        assert scene.engine.state(slot, generation) is KVPoll.Bootstrapping
+    finally:
+        scene.close()
+
+
 def test_a_room_that_is_given_up_as_decodes_listener_dies_costs_no_worker(world: World) -> None:
     """The next one tells prefill before it knows with whom it speaks, and again when it does."""
     succeeds(world, 0)

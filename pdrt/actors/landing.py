@@ -65,8 +65,8 @@ class Landing:
             return True
         failpoints.hit("decode.landed.before_move")
         if not table.move(slot, generation, Event.LANDED, now_ns=now_ns):
-            failed = table.state(slot, generation) is KVPoll.Failed  # meanwhile
-            return not failed or self.take(landed, room, now_ns, confirmed=confirmed)
+            given_up = table.state(slot, generation) is KVPoll.Failed  # meanwhile
+            return not given_up or self.take(landed, room, now_ns, confirmed=confirmed)
         failpoints.hit("decode.landed.after_move")
         table.count(Counter.BYTES_MOVED, told.length_bytes)
         table.count(Counter.CHUNKS_MOVED, told.chunks)

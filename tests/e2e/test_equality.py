@@ -106,8 +106,8 @@ def compare(outcomes: Sequence[Outcome], answers: Sequence[Answer]) -> int:
 
 
 #: Sampling, how many at once, every how many-th prompt.
-GREEDY = (("greedy", 16, 3), ("greedy", 1, 9))  # `bin/test --all` has every prompt
-SEEDED = (("seeded", 16, 8), ("seeded", 1, 20))
+GREEDY = (("greedy", 16, 4), ("greedy", 1, 13))  # `bin/test --all` has every prompt
+SEEDED = (("seeded", 16, 13), ("seeded", 1, 20))
 EVERYTHING = (("greedy", 16, 1), ("greedy", 1, 1), ("seeded", 16, 1), ("seeded", 1, 1))
 
 CONFIGURATIONS = [

@@ -19,7 +19,7 @@ from tests.e2e.test_crashes import child_pid, is_ready
 from tests.waiting import wait_until
 
 COUNT = 4
-PROMPTS = [[5 + (i * (2 * n + 1)) % 400 for i in range(600 + n)] for n in range(COUNT)]
+PROMPTS = [[5 + (i * (2 * n + 1)) % 400 for i in range(400 + n)] for n in range(COUNT)]
 ROOM_FIELDS = ("bootstrap_host", "bootstrap_port", "bootstrap_room")
 
 

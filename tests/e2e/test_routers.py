@@ -97,7 +97,7 @@ def descriptors(cluster: Cluster) -> dict[str, int]:
     ("router", "count"),
     [
         ("sglang-router", 56),
-        ("smg", 16),
+        ("smg", 8),
         pytest.param("sglang-router", 200, marks=pytest.mark.slow),
         pytest.param("smg", 200, marks=pytest.mark.slow),
     ],

@@ -59,14 +59,15 @@ class Vouching:
     def doubt(self, asked: Destination | Expect | Abort) -> None:
         """Perhaps its room is quiet after all, if it has failed."""
         first, theirs = first_of(asked), theirs_of(asked)
-        if first == self._session:  # which a new listener of decode's may not have known before
-            if self._past.never_had(theirs, first):
-                self._settle(theirs)
-            return
         over = self._past.over.get(theirs)
+        if not isinstance(over, Abort) or over.quiet:
+            return
+        # That we were the first, a new listener of decode's may have learnt after it told us.
+        if self._past.never_had(theirs, first):
+            self._settle(theirs)
         instance, _, epoch = first.rpartition("#")
         ours = instance == self._session.rpartition("#")[0] and epoch.isdecimal()
-        if ours and isinstance(over, Abort) and not over.quiet:
+        if ours and first != self._session:
             self._past.remember(self._doubted, theirs, int(epoch))
             self._recall(asked)
 

@@ -183,6 +183,11 @@ def test_of_what_another_tree_was_sent_first_the_worker_knows_nothing(first: str
     assert given_up(Desk(), first) == []
 
 
+def test_what_this_listener_gave_away_itself_it_asks_nobody_about(desk: Desk) -> None:
+    assert desk.past.taken.take(ASKED, Handle(7, 1, 9), 4)
+    assert given_up(desk, SESSION) == []
+
+
 def test_what_is_no_failed_room_or_is_quiet_already_is_not_asked_for(desk: Desk) -> None:
     desk.vouching.doubt(gave_up(FORMER))
     assert desk.post.sent == []
